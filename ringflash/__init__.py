@@ -1,0 +1,3 @@
+"""ringflash: train and evaluate language models on sequences too long for one accelerator."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,62 @@
+"""Attention over sequences too long for one device: kernels, strategies, masks and layouts.
+
+A library of its own: it imports nothing else of ringflash. Start with `attend`; README.md is the contract.
+"""
+
+from ringflash.attention.attend import attend
+from ringflash.attention.dispatch import KERNELS, LAYOUTS, STRATEGIES, make_kernel, make_strategy
+from ringflash.attention.kernel import (
+    FLOOR,
+    Grads,
+    Kernel,
+    Partial,
+    Spec,
+    differentiable,
+    empty_partial,
+    merge,
+)
+from ringflash.attention.mask import (
+    EMPTY,
+    FULL,
+    PADDING,
+    PARTIAL,
+    Causal,
+    Chunked,
+    Full,
+    Mask,
+    Prefix,
+    Segments,
+    Span,
+    Tokens,
+    Window,
+)
+
+__all__ = [
+    "EMPTY",
+    "FLOOR",
+    "FULL",
+    "KERNELS",
+    "LAYOUTS",
+    "PADDING",
+    "PARTIAL",
+    "STRATEGIES",
+    "Causal",
+    "Chunked",
+    "Full",
+    "Grads",
+    "Kernel",
+    "Mask",
+    "Partial",
+    "Prefix",
+    "Segments",
+    "Span",
+    "Spec",
+    "Tokens",
+    "Window",
+    "attend",
+    "differentiable",
+    "empty_partial",
+    "make_kernel",
+    "make_strategy",
+    "merge",
+]

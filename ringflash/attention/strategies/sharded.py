@@ -1,0 +1,53 @@
+"""From a kernel on what one device holds to a kernel on global arrays: the shard_map, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from ringflash.attention.kernel import Grads, Kernel, Partial
+from ringflash.attention.mask import Tokens
+
+Array = jax.Array
+Axes = tuple[str, ...] | str | None
+
+
+def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) -> Kernel:
+    """`kernel` under a shard_map over `mesh`: batch, time and heads lie on the mesh axes named."""
+    wide, rows = P(batch, time, heads, None), P(batch, heads, time)
+    at = Tokens(P(batch, time), P(batch, time))
+    part, grads = Partial(wide, rows), Grads(wide, wide, wide)
+
+    def mapped(f: Any, in_specs: tuple, out_specs: Any) -> Any:
+        # Every output is computed by whoever holds it, so replication need not be proved.
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def forward(
+        q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
+    ) -> Partial:
+        args: tuple = (q, k, v, q_at, k_at)
+        specs: tuple = (wide, wide, wide, at, at)
+        if carry is not None:
+            args, specs = (*args, carry), (*specs, part)
+        return mapped(kernel.forward, specs, part)(*args)
+
+    def backward(
+        q: Array,
+        k: Array,
+        v: Array,
+        q_at: Tokens,
+        k_at: Tokens,
+        dout: Array,
+        lse_BNT: Array,
+        delta_BNT: Array,
+        into: Grads | None = None,
+    ) -> Grads:
+        args: tuple = (q, k, v, q_at, k_at, dout, lse_BNT, delta_BNT)
+        specs: tuple = (wide, wide, wide, at, at, wide, rows, rows)
+        if into is not None:
+            args, specs = (*args, into), (*specs, grads)
+        return mapped(kernel.backward, specs, grads)(*args)
+
+    return Kernel(kernel.name, kernel.spec, forward, backward, (), kernel.unsupported)

@@ -1,0 +1,164 @@
+"""Global batches in layout order: an iterator for training, a fixed list for evaluation.
+
+Batches are NumPy arrays of the whole batch; who owns which rows is said by a mesh, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grain
+import numpy as np
+
+from ringflash.data.batch import Batch, concatenate, label_row, padding_rows, reorder
+from ringflash.data.packing import FramedDocuments, PackedRows
+from ringflash.data.sources import DataError, Source, hash_name
+from ringflash.data.tokenizers import Tokenizer
+
+READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+
+
+class Pipeline(Iterator[Batch]):
+    """Training batches, with a state that names the next batch to hand out.
+
+    `fingerprint` says what the data are; a state saved under another one is refused.
+    """
+
+    def __init__(self, batches: grain.MapDataset, fingerprint: dict[str, Any]):
+        self.fingerprint = fingerprint
+        self._length = len(batches)
+        self._next_batch = 0
+        self._iterator = iter(batches.to_iter_dataset(READ_AHEAD))
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self._iterator)
+        except BaseException:
+            # After an error grain goes on with the batch behind the one that failed.
+            self._iterator.set_state({"next_index": self._next_batch})
+            raise
+        self._next_batch += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """The number of the next batch and the fingerprint, in types that JSON has."""
+        return {"next_batch": self._next_batch, "fingerprint": dict(self.fingerprint)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `get_state` gave, here or in another process.
+
+        Raises DataError, with the fields that differ, if the state belongs to other data.
+        """
+        saved, next_batch = state["fingerprint"], state["next_batch"]
+        differences = [
+            f"{name}: saved {saved.get(name)!r}, now {self.fingerprint.get(name)!r}"
+            for name in sorted(saved.keys() | self.fingerprint.keys())
+            if saved.get(name) != self.fingerprint.get(name)
+        ]
+        if differences:
+            raise DataError("the saved run read other data: " + "; ".join(differences))
+        if not 0 <= next_batch <= self._length:
+            raise DataError(f"saved next_batch is {next_batch}, there are {self._length} batches")
+        self._iterator.set_state({"next_index": next_batch})
+        self._next_batch = next_batch
+
+
+def train_pipeline(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    epochs: int,
+    order_T: np.ndarray,
+) -> Pipeline:
+    """Packed rows of all documents, `epochs` times over (0: without end), in layout order.
+
+    The last batch is filled with padding rows. `order_T` is no part of the fingerprint: a run may
+    go on under another layout.
+    """
+    _check_order(order_T, seq_len=seq_len)
+    documents = FramedDocuments(source, tokenizer)
+    rows = PackedRows(documents, seq_len=seq_len, seed=seed, epochs=epochs)
+    batches = (
+        grain.MapDataset.source(rows)
+        .batch(global_batch_size, batch_fn=partial(_stack, batch_size=global_batch_size))
+        .map(partial(reorder, order_T=order_T))
+    )
+    fingerprint = {
+        "source": source.fingerprint,
+        "part": source.part,
+        "documents": len(source),
+        "tokens": rows.epoch_tokens,
+        "tokenizer": tokenizer.fingerprint,
+        "seq_len": seq_len,
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "epochs": epochs,
+    }
+    return Pipeline(batches, fingerprint)
+
+
+@dataclass(frozen=True, eq=False)
+class EvalRows:
+    """Held-out documents, one a row, and what is needed to state the result per byte.
+
+    `document_names` has one name for each row that is not padding. `scored_bytes` (int64,
+    [len(batches), batch_size]) counts the bytes of exactly the scored text of each row; padding
+    rows have 0.
+    """
+
+    batches: list[Batch]
+    document_names: tuple[str, ...]
+    scored_bytes: np.ndarray
+
+
+def eval_batches(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    batch_size: int,
+    documents: int,
+    order_T: np.ndarray,
+) -> EvalRows:
+    """The longest documents, one a row, in layout order; all of them if there are fewer.
+
+    A row is fed [BOS] and the document, and scores the document's first seq_len tokens: each of
+    them has a target, for BOS stands before the first; EOS is neither fed nor scored. Documents
+    that fill a row are alike in length; the hash of the name decides between them.
+    """
+    _check_order(order_T, seq_len=seq_len)
+    framed = FramedDocuments(source, tokenizer)
+    filled = np.minimum(framed.lengths - 2, seq_len)
+    chosen = sorted(range(len(source)), key=lambda i: (-filled[i], hash_name(source.names[i])))
+    chosen = chosen[:documents]
+    texts = [framed[i][1:-1][:seq_len] for i in chosen]
+    rows = [
+        label_row([(framed[i][: len(text) + 1][:seq_len], text)], seq_len=seq_len)
+        for i, text in zip(chosen, texts, strict=True)
+    ]
+    groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    scored_bytes = np.zeros((len(groups), batch_size), np.int64)
+    scored_bytes.flat[: len(texts)] = [len(tokenizer.decode(text)) for text in texts]
+    return EvalRows(
+        batches=[reorder(_stack(group, batch_size=batch_size), order_T) for group in groups],
+        document_names=tuple(source.names[i] for i in chosen),
+        scored_bytes=scored_bytes,
+    )
+
+
+def _stack(rows: Sequence[Batch], *, batch_size: int) -> Batch:
+    """Rows as one batch, filled up to `batch_size` with padding rows."""
+    missing = batch_size - len(rows)
+    return concatenate([*rows, padding_rows(missing, seq_len=rows[0].tokens_BT.shape[1])])
+
+
+def _check_order(order_T: np.ndarray, *, seq_len: int) -> None:
+    assert np.array_equal(np.sort(order_T), np.arange(seq_len)), (
+        f"order_T must be a permutation of 0..{seq_len - 1}"
+    )

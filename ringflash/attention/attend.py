@@ -22,7 +22,7 @@ def attend(
     *,
     at: Tokens | None = None,
     k_at: Tokens | None = None,
-    mask: Mask = Causal(),  # noqa: B008 (frozen)
+    mask: Mask = Causal(),
     scale: float | None = None,
     softcap: float | None = None,
     kernel: str = "auto",

@@ -33,7 +33,7 @@ def make_kernel(name: str, request: Request) -> Kernel:
     """
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"attention kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
-    reasons = {}
+    reasons: dict[str, str] = {}
     for candidate in AUTO if name == "auto" else (name,):
         kernel = KERNELS[candidate](request.spec)
         reason = kernel.unsupported(request)

@@ -28,16 +28,16 @@ FLOOR = -1e30  # the lse of a row that saw nothing: finite, so that no inf - inf
 class Partial(NamedTuple):
     """An unfinished softmax: `out_BTNH` and `lse_BNT`, both fp32. An empty row: out 0, lse FLOOR."""
 
-    out_BTNH: Array
-    lse_BNT: Array
+    out_BTNH: Any
+    lse_BNT: Any
 
 
 class Grads(NamedTuple):
     """Gradients in fp32, whatever the dtype of the inputs. As `into`, a field may be None: nothing yet."""
 
-    dq_BTNH: Array
-    dk_BSKH: Array
-    dv_BSKH: Array
+    dq_BTNH: Any
+    dk_BSKH: Any
+    dv_BSKH: Any
 
 
 def add_grads(into: Grads | None, fresh: Grads) -> Grads:
@@ -172,9 +172,7 @@ def differentiable(kernel: Kernel) -> Callable[..., tuple[Array, Array]]:
     """
 
     @jax.custom_vjp
-    def attention(
-        q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens
-    ) -> tuple[Array, Array]:
+    def attention(q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
         return run(q, k, v, q_at, k_at)[0]
 
     def run(q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens) -> Any:

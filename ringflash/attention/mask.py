@@ -95,13 +95,13 @@ class Both(Mask):
     masks: tuple[Mask, ...]
 
     @property
-    def local(self) -> bool:  # type: ignore[override]  # noqa: D102
+    def local(self) -> bool:  # type: ignore[override]
         return any(m.local for m in self.masks)
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return reduce(jnp.logical_and, (m.visible(q, k) for m in self.masks))
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         # EMPTY < PARTIAL < FULL, so the least is right: one EMPTY empties, FULL needs all.
         return reduce(jnp.minimum, (m.relation(q, k) for m in self.masks))
 
@@ -110,21 +110,23 @@ class Both(Mask):
 class Full(Mask):
     """Every query sees every key."""
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return jnp.ones(jnp.broadcast_shapes(q.positions_BT.shape, k.positions_BT.shape), bool)
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
-        return jnp.full(jnp.broadcast_shapes(q.segment_min.shape, k.segment_min.shape), FULL, jnp.int8)
+    def relation(self, q: Span, k: Span) -> Array:
+        return jnp.full(
+            jnp.broadcast_shapes(q.segment_min.shape, k.segment_min.shape), FULL, jnp.int8
+        )
 
 
 @dataclass(frozen=True)
 class Causal(Mask):
     """A query sees its own position and those before it."""
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return q.positions_BT >= k.positions_BT
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         return classify(q.position_max < k.position_min, q.position_min >= k.position_max)
 
 
@@ -144,12 +146,12 @@ class Window(Mask):
         if self.left < 1 or (self.right is not None and self.right < 0):
             raise ValueError(f"Window needs left >= 1 and right >= 0, found {self}")
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         back = q.positions_BT - k.positions_BT
         seen = back < self.left
         return seen if self.right is None else seen & (back >= -self.right)
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         # A span of padding alone holds no position; wrapped differences there must not read as FULL.
         nothing = (q.position_max < q.position_min) | (k.position_max < k.position_min)
         least, most = q.position_min - k.position_max, q.position_max - k.position_min
@@ -170,10 +172,10 @@ class Chunked(Mask):
         if self.size < 1:
             raise ValueError(f"Chunked needs size >= 1, found {self.size}")
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return q.positions_BT // self.size == k.positions_BT // self.size
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         q_first, q_last = q.position_min // self.size, q.position_max // self.size
         k_first, k_last = k.position_min // self.size, k.position_max // self.size
         apart = (q_last < k_first) | (k_last < q_first)
@@ -186,10 +188,10 @@ class Prefix(Mask):
 
     length: int
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return (k.positions_BT < self.length) | (q.positions_BT >= k.positions_BT)
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         empty = (k.position_min >= self.length) & (q.position_max < k.position_min)
         return classify(empty, (k.position_max < self.length) | (q.position_min >= k.position_max))
 
@@ -200,10 +202,10 @@ class Segments(Mask):
 
     local = True
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return (q.segment_ids_BT == k.segment_ids_BT) & (q.segment_ids_BT >= 0)
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         padding = (q.segment_max < 0) | (k.segment_max < 0)
         apart = (q.segment_max < k.segment_min) | (k.segment_max < q.segment_min)
         one = (q.segment_min == k.segment_max) & (q.segment_max == k.segment_min)
@@ -214,9 +216,9 @@ class Segments(Mask):
 class RealKeys(Mask):
     """No key is padding. Every kernel adds it, so that lengths need not divide its tiles."""
 
-    def visible(self, q: Tokens, k: Tokens) -> Array:  # noqa: D102
+    def visible(self, q: Tokens, k: Tokens) -> Array:
         return (k.segment_ids_BT >= 0) & (q.segment_ids_BT == q.segment_ids_BT)
 
-    def relation(self, q: Span, k: Span) -> Array:  # noqa: D102
+    def relation(self, q: Span, k: Span) -> Array:
         some = jnp.broadcast_shapes(q.segment_min.shape, k.segment_min.shape)
         return jnp.broadcast_to(classify(k.segment_max < 0, k.segment_min >= 0), some)

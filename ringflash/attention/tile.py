@@ -27,9 +27,7 @@ def score_slope(score_ts: Array, spec: Spec) -> Array | float:
     return 1.0 - jnp.square(score_ts / spec.softcap)
 
 
-def soften(
-    score_ts: Array, top_t1: Array, visible_ts: Array | None
-) -> tuple[Array, Array]:
+def soften(score_ts: Array, top_t1: Array, visible_ts: Array | None) -> tuple[Array, Array]:
     """exp(score - new row maximum) with zero where invisible, and that maximum [..., t, 1]."""
     if visible_ts is not None:
         score_ts = jnp.where(visible_ts, score_ts, FLOOR)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-Array: TypeAlias = np.ndarray | jax.Array
+Array: TypeAlias = Any  # np.ndarray on the host, jax.Array on the mesh
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 PADDING_SEGMENT = -1

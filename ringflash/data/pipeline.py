@@ -107,14 +107,14 @@ def train_pipeline(
 class EvalRows:
     """Held-out documents, one a row, and what is needed to state the result per byte.
 
-    `document_names` has one name for each row that is not padding. `scored_bytes` (int64,
-    [len(batches), batch_size]) counts the bytes of exactly the scored text of each row; padding
-    rows have 0.
+    `document_names` has one name for each row that is not padding. `target_bytes` (one int32 [B, T]
+    for each batch, in the same order of tokens) counts the bytes that each counted target stands
+    for, and is 0 elsewhere.
     """
 
     batches: list[Batch]
     document_names: tuple[str, ...]
-    scored_bytes: np.ndarray
+    target_bytes: list[np.ndarray]
 
 
 def eval_batches(
@@ -143,12 +143,14 @@ def eval_batches(
         for i, text in zip(chosen, texts, strict=True)
     ]
     groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    scored_bytes = np.zeros((len(groups), batch_size), np.int64)
-    scored_bytes.flat[: len(texts)] = [len(tokenizer.decode(text)) for text in texts]
+    batches = [reorder(_stack(group, batch_size=batch_size), order_T) for group in groups]
     return EvalRows(
-        batches=[reorder(_stack(group, batch_size=batch_size), order_T) for group in groups],
+        batches=batches,
         document_names=tuple(source.names[i] for i in chosen),
-        scored_bytes=scored_bytes,
+        target_bytes=[
+            np.where(b.loss_mask_BT, tokenizer.byte_lengths(np.asarray(b.targets_BT)), 0)
+            for b in batches
+        ],
     )
 
 

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray) -> bytes:
         """The bytes that ids stand for; special tokens stand for none."""
 
+    def byte_lengths(self, ids: np.ndarray) -> np.ndarray:
+        """How many bytes each id stands for, int32, of the shape of `ids`."""
+
 
 class ByteTokenizer:
     """A byte is a token: ids 0 to 255 are bytes, 256 is BOS, 257 is EOS."""
@@ -52,6 +55,10 @@ class ByteTokenizer:
     def decode(self, ids: np.ndarray) -> bytes:
         """The bytes among `ids`."""
         return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def byte_lengths(self, ids: np.ndarray) -> np.ndarray:
+        """1 for a byte, 0 for BOS and EOS."""
+        return (ids < 256).astype(np.int32)
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"byte": ByteTokenizer}

@@ -169,7 +169,7 @@ def test_eval_row_scores_each_of_the_first_tokens():
     assert batch.loss_mask_BT.tolist() == [[1] * 8, [1, 1, 1, 0, 0, 0, 0, 0]]
     assert batch.positions_BT.tolist() == [list(range(8)), [0, 1, 2, 3, 0, 0, 0, 0]]
     assert batch.segment_ids_BT.tolist() == [[0] * 8, [0, 0, 0, 0, -1, -1, -1, -1]]
-    assert result.scored_bytes.tolist() == [[8, 3]]
+    assert [b.tolist() for b in result.target_bytes] == [batch.loss_mask_BT.tolist()]
 
 
 @given(
@@ -185,8 +185,7 @@ def test_eval_takes_the_longest_documents_once(lengths, documents, batch_size):
     scored = np.concatenate([batch.loss_mask_BT.sum(axis=1) for batch in result.batches])
     expected = [min(lengths[int(name[3:])], SEQ_LEN) for name in result.document_names]
     assert scored.tolist() == expected + [0] * (len(scored) - len(expected))
-    assert result.scored_bytes.shape == (len(result.batches), batch_size)
-    assert result.scored_bytes.ravel().tolist() == scored.tolist()
+    assert np.concatenate([b.sum(axis=1) for b in result.target_bytes]).tolist() == scored.tolist()
     assert all(batch.tokens_BT.shape == (batch_size, SEQ_LEN) for batch in result.batches)
     assert len(result.batches) == -(-len(result.document_names) // batch_size)
 
@@ -203,7 +202,8 @@ def test_eval_batches_are_in_layout_order():
     source = source_of_lengths([20, 5, 9])
     plain, zigzag = (evaluate(source, documents=3, order_T=o) for o in (PLAIN, ZIGZAG))
     assert_same(zigzag.batches, [reorder(batch, ZIGZAG) for batch in plain.batches])
-    np.testing.assert_array_equal(zigzag.scored_bytes, plain.scored_bytes)
+    for ours, theirs in zip(zigzag.target_bytes, plain.target_bytes, strict=True):
+        np.testing.assert_array_equal(ours, theirs[:, ZIGZAG])
 
 
 class PairTokenizer(ByteTokenizer):
@@ -217,9 +217,12 @@ class PairTokenizer(ByteTokenizer):
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 65536].astype(np.uint16).tobytes()
 
+    def byte_lengths(self, ids: np.ndarray) -> np.ndarray:
+        return np.where(ids < 65536, 2, 0)
 
-def test_scored_bytes_are_those_of_the_scored_text():
+
+def test_target_bytes_are_those_of_the_scored_text():
     source = MemorySource({"long": b"a" * 40, "short": b"b" * 6})
     result = evaluate(source, documents=2, tokenizer=PairTokenizer())
     assert [int(row.sum()) for row in result.batches[0].loss_mask_BT] == [8, 3]
-    assert result.scored_bytes.tolist() == [[16, 6]]
+    assert result.target_bytes[0].sum(axis=1).tolist() == [16, 6]

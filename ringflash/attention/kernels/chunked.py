@@ -34,7 +34,7 @@ def chunked(spec: Spec, *, block_q: int = 256, block_k: int = 256) -> Kernel:
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
-        (B, T, N, H), K = q.shape, k.shape[2]
+        (_, T, _, H), K = q.shape, k.shape[2]
         bq, bk = min(block_q, T), min(block_k, k.shape[1])
         q_blocks = rows_of(q, K, bq) * spec.scale_for(H)
         k_blocks, v_blocks = rows_of(k, K, bk), rows_of(v, K, bk)
@@ -54,7 +54,7 @@ def chunked(spec: Spec, *, block_q: int = 256, block_k: int = 256) -> Kernel:
         delta_BNT: Array,
         into: Grads | None = None,
     ) -> Grads:
-        (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+        (_, T, _, H), (_, S, K, _) = q.shape, k.shape
         bq, bk = min(block_q, T), min(block_k, S)
         stats = [rows_of(x.swapaxes(1, 2)[..., None], K, bq) for x in (lse_BNT, delta_BNT)]
         q_side = (rows_of(q, K, bq) * spec.scale_for(H), rows_of(dout, K, bq), *stats)

@@ -26,7 +26,9 @@ from ringflash.attention.mask import EMPTY, Span, Tokens, spans
 from ringflash.attention.parcel import pack, unpack
 
 Array = jax.Array
-SPAN_BLOCKS = 8  # a shard is described by the spans of so many runs; a zigzag shard needs at least 2
+SPAN_BLOCKS = (
+    8  # a shard is described by the spans of so many runs; a zigzag shard needs at least 2
+)
 
 
 class Stream(NamedTuple):
@@ -198,18 +200,12 @@ def backward_along(
             stats = [s.queries(x, group, axis=1) for x in (lse, delta)]
             q_s, dout_s = s.queries(q, group), s.queries(dout, group)
 
-            def work(state: tuple, args: tuple = (q_s, k_s, v_s, q_at, at, dout_s, *stats)) -> tuple:
-                dq, dk, dv = kernel.backward(*args, into=Grads(state[0], None, None))
-                return dq, jnp.concatenate([dk, dv], axis=-1)
-
+            work = partial(dkv_of, kernel, (q_s, k_s, v_s, q_at, at, dout_s, *stats))
             nothing = (dq, jnp.zeros((*k_s.shape[:3], width + v.shape[3]), dq.dtype))
             dq, dkv = where_needed(kernel, route, hop, q_at, at, work, nothing)
             new_dqs.append(dq)
             fresh.append(dkv)
         return tuple(new_dqs), tuple(fresh)
-
-    def follow(behind: Sequence[Array], fresh: Sequence[Array]) -> tuple:
-        return tuple(map(jnp.add, send(route, behind, axis), fresh))
 
     def body(hop: Array, state: tuple) -> tuple:
         parcels, behind, dqs = state
@@ -227,11 +223,18 @@ def backward_along(
     state = (parcels_of(route, k, v, k_at), behind, dqs)
     parcels, behind, dqs = lax.fori_loop(0, route.hops, body, state)
     dqs, fresh = visit(route.hops, parcels, dqs)
+    behind = tuple(map(jnp.add, send(route, behind, axis), fresh))
     way, left = (1, lax.axis_size(axis) - route.hops) if route.onward else (-1, route.hops)
-    behind = lax.fori_loop(0, left, lambda _, x: send(route, x, axis, way), follow(behind, fresh))
+    behind = lax.fori_loop(0, left, lambda _, x: send(route, x, axis, way), behind)
     dkv = joined(behind, 2)
     ours = Grads(joined(dqs, 2), dkv[..., :width], dkv[..., width:])
     return ours if into is None else add_grads(into._replace(dq_BTNH=None), ours)
+
+
+def dkv_of(kernel: Kernel, args: tuple, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    """dq added to what is there, and the dk and dv of one block side by side."""
+    dq, dk, dv = kernel.backward(*args, Grads(state[0], None, None))
+    return dq, jnp.concatenate([dk, dv], axis=-1)
 
 
 def joined(xs: Sequence[Array], axis: int) -> Array:

@@ -1,0 +1,216 @@
+"""From a configuration to the parts of a run. The only file that knows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringflash.attention import LAYOUTS, Causal, Tokens, attend
+from ringflash.config import Config
+from ringflash.data.batch import Batch
+from ringflash.data.pipeline import EvalRows, Pipeline, eval_batches, train_pipeline
+from ringflash.data.sources import make_source, split
+from ringflash.data.tokenizers import check_vocab, make_tokenizer
+from ringflash.evaluate import perplexity
+from ringflash.loss import summed_loss, token_losses
+from ringflash.mesh import BATCH, BATCH_AXES, extent, make_mesh, put, shardings
+from ringflash.model.transformer import Decoder
+from ringflash.optimizer import make_optimizer
+from ringflash.step import LossSum, State, init_state, make_step
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. `abstract_state` has the shape, dtype and sharding of every leaf."""
+
+    mesh: Mesh
+    abstract_state: State
+    init: Callable[[], State]
+    step: Callable[[State, Batch], tuple[State, dict[str, Array]]]
+    score: Callable[[Any], list[perplexity.Score]]
+    train_data: Pipeline
+    eval_rows: EvalRows
+    put: Callable[[Batch], Batch]
+    description: list[tuple[str, str]]
+
+
+def assemble(config: Config) -> Parts:
+    """Everything but the run itself. Raises ValueError for what cannot be put together."""
+    mesh = make_mesh(config.mesh)
+    train_data, eval_rows = make_data(config, mesh)
+    graph, init_params = make_model(config, mesh)
+    optimizer = make_optimizer(config.optimizer)
+
+    def init() -> State:
+        return init_state(init_params(), optimizer)
+
+    abstract = jax.eval_shape(init)
+    placed = shardings(abstract, mesh)
+    whole = NamedSharding(mesh, P())
+    step = jax.jit(
+        make_step(partial(loss_sum, graph, config.loss.chunk, mesh), optimizer),
+        donate_argnums=0,
+        out_shardings=(placed, whole),
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
+    )
+    return Parts(
+        mesh=mesh,
+        abstract_state=abstract,
+        init=jax.jit(init, out_shardings=placed),
+        step=step,
+        score=make_score(config, graph, mesh, eval_rows),
+        train_data=train_data,
+        eval_rows=eval_rows,
+        put=partial(put, mesh=mesh),
+        description=describe(config, mesh, abstract),
+    )
+
+
+def make_data(config: Config, mesh: Mesh) -> tuple[Pipeline, EvalRows]:
+    """Training batches and held-out rows, in the layout's order of tokens."""
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    check_vocab(tokenizer, config.model.vocab_size)
+    train, held_out = split(make_source(config.data.source), config.data.held_out_percent)
+    order_T = LAYOUTS[config.attention.layout](config.seq_len, mesh.shape["context"])
+    train_data = train_pipeline(
+        train,
+        tokenizer,
+        seq_len=config.seq_len,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        epochs=config.data.epochs,
+        order_T=order_T,
+    )
+    eval_rows = eval_batches(
+        held_out,
+        tokenizer,
+        seq_len=config.seq_len,
+        batch_size=extent(BATCH_AXES, mesh),
+        documents=config.eval.documents,
+        order_T=order_T,
+    )
+    return train_data, eval_rows
+
+
+def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], Any]]:
+    """The model's structure, and the function that draws its parameters."""
+
+    def attention(
+        q: Array, k: Array, v: Array, positions_BT: Array, segment_ids_BT: Array
+    ) -> Array:
+        return attend(
+            q,
+            k,
+            v,
+            at=Tokens(positions_BT, segment_ids_BT),
+            mask=Causal(),
+            kernel=config.attention.kernel,
+            strategy=config.attention.strategy,
+            mesh=mesh,
+            axis="context",
+            batch_axes=BATCH_AXES,
+            heads_axis="tensor",
+        )
+
+    def build() -> Decoder:
+        return Decoder(config.model, attention, nnx.Rngs(config.seed))
+
+    graph = nnx.graphdef(nnx.eval_shape(build))
+    return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
+
+
+def restore_model(graph: nnx.GraphDef, params: Any) -> Decoder:
+    """The model with these parameters."""
+    state = nnx.merge(graph, params)
+    assert isinstance(state, Decoder)
+    return state
+
+
+def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> LossSum:
+    """The loss over the batch, as sum and count."""
+    model = restore_model(graph, params)
+    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+    total = summed_loss(
+        x_BTD,
+        model.unembedding(),
+        batch.targets_BT,
+        batch.loss_mask_BT,
+        chunk=chunk,
+        mesh=mesh,
+        axes=BATCH,
+    )
+    return LossSum(total, batch.loss_mask_BT.sum())
+
+
+def make_score(
+    config: Config, graph: nnx.GraphDef, mesh: Mesh, rows: EvalRows
+) -> Callable[[Any], list[perplexity.Score]]:
+    """params -> held-out scores, overall and by position."""
+    bounds = perplexity.edges(config.seq_len)
+
+    @jax.jit
+    def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
+        model = restore_model(graph, params)
+        x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+        losses_BT = token_losses(
+            x_BTD,
+            model.unembedding(),
+            batch.targets_BT,
+            chunk=config.loss.chunk,
+            mesh=mesh,
+            axes=BATCH,
+        )
+        return perplexity.bucket_sums(
+            losses_BT, batch.positions_BT, batch.loss_mask_BT, bytes_BT, bounds
+        )
+
+    def score(params: Any) -> list[perplexity.Score]:
+        pairs = zip(rows.batches, rows.target_bytes, strict=True)
+        return perplexity.measure(sums, params, (put(pair, mesh) for pair in pairs), bounds)
+
+    return score
+
+
+def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
+    """The start-up table: what runs, where, and what a hop of the ring carries."""
+    model, attention = config.model, config.attention
+    devices = mesh.devices.flat
+    kind = devices[0].device_kind
+    parameters = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(state.params))
+    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return [
+        ("devices", f"{mesh.devices.size} x {kind} in {jax.process_count()} process(es)"),
+        ("mesh", shape),
+        ("kernel", attention.kernel),
+        ("strategy", f"{attention.strategy} over context={mesh.shape['context']}"),
+        ("layout", attention.layout),
+        ("bytes per hop", f"{hop_bytes(config, mesh):,} per device, K and V of one layer"),
+        ("tokens per step", f"{config.seq_len * config.global_batch_size:,}"),
+        (
+            "model",
+            f"{model.preset}: {model.layers} layers, width {model.width}, "
+            f"{model.heads}/{model.kv_heads} heads of {model.head_dim}",
+        ),
+        ("parameters", f"{parameters:,}"),
+    ]
+
+
+def hop_bytes(config: Config, mesh: Mesh) -> int:
+    """Bytes that a device sends in one hop: K, V, and 8 bytes a token for position and segment."""
+    rows = config.global_batch_size // extent(BATCH_AXES, mesh)
+    tokens = rows * config.seq_len // mesh.shape["context"]
+    heads = config.model.kv_heads // mesh.shape["tensor"]
+    width = 2 * config.model.head_dim * np.dtype(jax.numpy.dtype(config.model.dtype)).itemsize
+    return tokens * (heads * width + 8)

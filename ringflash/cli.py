@@ -1,0 +1,209 @@
+"""The command line: its arguments, and the exit code for what came of them.
+
+Everything that is wrong is told before anything heavy is imported and before a device is touched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ringflash
+from ringflash import checks, config_file, exits, startup
+from ringflash.config import origins, override, resolve, with_origins
+from ringflash.exits import ConfigFault, Stop
+
+USAGE = "ringflash VERB --config=FILE.py[:ARG] --workdir=DIR [--config.KEY=VALUE ...]"
+VERBS = {
+    "train": "Train, or go on from what the workdir holds; ends with an evaluation.",
+    "eval": "Evaluate the newest checkpoint of the workdir on held-out documents.",
+    "show-config": "Print every value of the configuration and where it comes from.",
+}
+HELP = f"""usage: {USAGE}
+
+{chr(10).join(f"  {verb:<12} {what}" for verb, what in VERBS.items())}
+
+  --config=FILE.py[:ARG]  the configuration; ARG is handed to its get_config()
+  --workdir=DIR           where the run keeps its files (not for show-config)
+  --config.KEY=VALUE      change one value, such as --config.steps=200
+  --version, --help
+
+Exit codes: 0 done; 3 wrong configuration or arguments; 4 data broken or at its end;
+5 diverged; 42 preempted and saved: start the same command again.
+"""
+VERB_HELP = {
+    "train": """Writes config.json, metrics.jsonl, tensorboard/ and checkpoints/ into DIR.
+The same command goes on where it was; Ctrl-C or SIGTERM saves and exits with 42.""",
+    "eval": "Writes its results into DIR/eval/.",
+    "show-config": "Needs no --workdir. The comments in configs/base.py say what each key means.",
+}
+
+
+@dataclass
+class Command:
+    """The arguments, taken apart; `faults` has what could not be."""
+
+    verb: str = ""
+    config: str = ""
+    workdir: str = ""
+    overrides: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in arguments:
+        print(f"ringflash {ringflash.__version__}")
+        return exits.DONE
+    if "--help" in arguments or "-h" in arguments:
+        print(_help(arguments[0]), end="")
+        return exits.DONE
+    try:
+        _run(arguments)
+    except Stop as stop:
+        _tell(stop.lines())
+        return stop.code
+    except KeyboardInterrupt:
+        _tell(["interrupted"])
+        return exits.INTERRUPTED
+    return exits.DONE
+
+
+def _run(arguments: Sequence[str]) -> None:
+    command = parse(arguments)
+    file = _check(command)
+    sources = origins(file, command.overrides)
+    config = resolve(override(file.values, command.overrides))
+    if command.verb == "show-config":
+        for key, leaf in with_origins(config, sources).items():
+            print(f"{key:<28} {leaf['value']!r:<14} {leaf['from']}")
+        return
+    workdir = Path(os.path.abspath(command.workdir))
+    unwritable = checks.probe_workdir(workdir)
+    if unwritable:
+        raise ConfigFault(unwritable)
+    startup.prepare(config)
+    if command.verb == "train":
+        # Flax, optax, orbax and grain take seconds to import: only once nothing is wrong.
+        from ringflash.train import train
+
+        train(config, workdir, sources=sources)
+    else:
+        # As above.
+        from ringflash.evaluate.run import evaluate
+
+        evaluate(config, workdir)
+
+
+def _check(command: Command) -> config_file.ConfigFile:
+    """The config file, if nothing is wrong with it and the arguments; else all that is wrong."""
+    faults = list(command.faults)
+    file = None
+    if command.config:
+        try:
+            file = config_file.read(command.config)
+        except ConfigFault as fault:
+            faults += fault.lines()
+    if file is None:
+        faults += checks.override_faults(command.overrides, path="command line")
+    else:
+        faults += checks.faults(
+            file.values,
+            path=file.path,
+            overrides=command.overrides,
+            platform=startup.platform(),
+        )
+    if command.workdir and command.verb != "show-config":
+        faults += filter(None, [checks.workdir_fault(command.workdir)])
+    if faults or file is None:
+        raise ConfigFault(*faults)
+    return file
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Take the arguments apart. A flag given twice counts as given last."""
+    command = Command()
+    rest = list(arguments)
+    if rest and not rest[0].startswith("-"):
+        command.verb = rest.pop(0)
+    if command.verb not in VERBS:
+        command.faults.append(_verb_fault(command.verb))
+    for argument in _joined(rest):
+        _take(argument, command)
+    if not command.config:
+        command.faults.append("--config is missing: wanted --config=FILE.py")
+    if not command.workdir and command.verb != "show-config":
+        command.faults.append("--workdir is missing: wanted --workdir=DIR")
+    return command
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--flag value` as `--flag=value`, and one dash as two."""
+    joined: list[str] = []
+    waiting = False
+    for argument in arguments:
+        if waiting and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+            waiting = False
+            continue
+        is_flag = argument.startswith("-")
+        joined.append(f"--{argument.lstrip('-')}" if is_flag else argument)
+        waiting = is_flag and "=" not in argument
+    return joined
+
+
+def _take(argument: str, command: Command) -> None:
+    name, equals, value = argument.partition("=")
+    if not argument.startswith("--"):
+        command.faults.append(f"{argument}: left over{_meant(argument)}")
+    elif name.startswith("--config."):
+        if equals:
+            command.overrides.append(argument)
+        else:
+            command.faults.append(f"{argument} has no value: wanted {argument}=VALUE")
+    elif name == "--config":
+        command.config = value
+    elif name == "--workdir":
+        command.workdir = value
+    else:
+        command.faults.append(f"{name}: unknown flag{_meant(argument)}")
+
+
+def _meant(argument: str) -> str:
+    """What a left-over argument was perhaps meant to be."""
+    name, equals, value = argument.lstrip("-").partition("=")
+    if name.startswith("config.") or name in ("config", "workdir"):
+        return f": did you mean --{name}{equals}{value}?"
+    if name in checks.LEAVES:
+        return f": did you mean --config.{name}{equals}{value}?"
+    near = difflib.get_close_matches(name, ["config", "workdir", "help", "version"], n=1)
+    return f": did you mean --{near[0]}{equals}{value}?" if near else f": wanted {USAGE}"
+
+
+def _verb_fault(verb: str) -> str:
+    if not verb:
+        return f"no verb: wanted one of {', '.join(VERBS)}, as in {USAGE}"
+    return f"{verb}: unknown verb; nearest: {checks.nearest(verb, VERBS)}; all: {', '.join(VERBS)}"
+
+
+def _help(verb: str) -> str:
+    if verb not in VERBS:
+        return HELP
+    usage = USAGE.replace("VERB", verb)
+    if verb == "show-config":
+        usage = usage.replace(" --workdir=DIR", "")
+    return f"usage: {usage}\n\n{VERBS[verb]}\n{VERB_HELP[verb]}\n"
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"ringflash: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""`ringflash eval`: the perplexity of the newest checkpoint of a workdir."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ringflash.checkpoint import CheckpointDamaged, CheckpointMismatch, Checkpoints
+from ringflash.config import Config
+from ringflash.evaluate import report
+from ringflash.exits import ConfigFault
+from ringflash.observe.log import logged
+from ringflash.observe.table import table
+from ringflash.train import put_together, show
+
+
+def evaluate(config: Config, workdir: Path) -> None:
+    """Score the held-out documents; prints the table and writes `eval/<step>.json`."""
+    with logged(workdir / "log.txt"):
+        parts = put_together(config)
+        table("ringflash eval", parts.description)
+        checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+        try:
+            restored = checkpoints.restore(parts.abstract_state)
+        except (CheckpointMismatch, CheckpointDamaged) as error:
+            raise ConfigFault(str(error)) from error
+        finally:
+            checkpoints.close()
+        if restored is None:
+            raise ConfigFault(f"{workdir} holds no checkpoint to evaluate")
+        scores = parts.score(restored.state.params)
+        report.write(workdir, restored.step, scores, parts.eval_rows.document_names)
+        show(scores, None, restored.step)

@@ -1,0 +1,95 @@
+"""The layers of a Llama-style decoder block. Parameters are named with their dims.
+
+Matrix products run in `dtype`; RMSNorm and RoPE in fp32. Attention itself is a function that the block is
+given: (q_BTNH, k_BTKH, v_BTKH, positions_BT, segment_ids_BT) -> out_BTNH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ringflash.config import ModelConfig
+from ringflash.model.rope import angles, rotate
+
+Array = jax.Array
+AttentionFn = Callable[[Array, Array, Array, Array, Array], Array]
+
+
+def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: str) -> nnx.Param:
+    """A weight drawn from a truncated normal of variance 1 / fan_in."""
+    init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in fp32 (arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.eps = config.norm_eps
+        self.scale_D = nnx.Param(jnp.ones(config.width, jnp.dtype(config.param_dtype)))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        x = x_BTD.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        return (x * self.scale_D[...]).astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RoPE."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+        D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
+        self.config, self.attention = config, attention
+        self.q_DNH = matrix(rngs, (D, N, H), D, config.param_dtype)
+        self.k_DKH = matrix(rngs, (D, K, H), D, config.param_dtype)
+        self.v_DKH = matrix(rngs, (D, K, H), D, config.param_dtype)
+        depth_scaled = N * H * 2 * config.layers
+        self.out_NHD = matrix(rngs, (N, H, D), depth_scaled, config.param_dtype)
+
+    def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
+        turn = angles(positions_BT, head_dim=self.config.head_dim, theta=self.config.rope_theta)
+
+        def project(weight: nnx.Param) -> Array:
+            return jnp.einsum("btd,dnh->btnh", x_BTD, weight[...].astype(x_BTD.dtype))
+
+        q, k, v = (
+            rotate(project(self.q_DNH), turn),
+            rotate(project(self.k_DKH), turn),
+            project(self.v_DKH),
+        )
+        out = self.attention(q, k, v, positions_BT, segment_ids_BT)
+        return jnp.einsum("btnh,nhd->btd", out, self.out_NHD[...].astype(x_BTD.dtype))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, F = config.width, config.mlp_width
+        self.gate_DF = matrix(rngs, (D, F), D, config.param_dtype)
+        self.up_DF = matrix(rngs, (D, F), D, config.param_dtype)
+        self.down_FD = matrix(rngs, (F, D), F * 2 * config.layers, config.param_dtype)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        gate, up, down = (
+            w[...].astype(x_BTD.dtype) for w in (self.gate_DF, self.up_DF, self.down_FD)
+        )
+        return (jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, attention, rngs)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
+        x = x_BTD + self.attention(self.attention_norm(x_BTD), positions_BT, segment_ids_BT)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,59 @@
+"""A Llama-style decoder in flax nnx. Its layers are stacked and scanned: compile time is flat in depth.
+
+The model ends at the hidden states: logits belong to the loss, which never holds all of them.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from ringflash.config import ModelConfig
+from ringflash.model.layers import AttentionFn, Block, RMSNorm, matrix
+
+Array = jax.Array
+
+# What the backward pass may keep of a layer. `attention` keeps what makes the ring run only once.
+POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Decoder(nnx.Module):
+    """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+        V, D = config.vocab_size, config.width
+        self.config = config
+        # Rows of variance 1 / D: tied, they make logits of variance 1 from normalised states.
+        self.embedding_VD = matrix(rngs, (V, D), D, config.param_dtype)
+        self.norm = RMSNorm(config)
+        if not config.tied_embeddings:
+            self.unembedding_DV = matrix(rngs, (D, V), D, config.param_dtype)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, attention, rngs)
+
+        self.blocks = stacked(rngs)
+
+    def __call__(self, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
+        """Hidden states [B, T, D] in the compute dtype, normalised."""
+        graph, blocks = nnx.split(self.blocks)
+        policy = POLICIES[self.config.remat]
+
+        def layer(x_BTD: Array, block: nnx.State) -> tuple[Array, None]:
+            return nnx.merge(graph, block)(x_BTD, positions_BT, segment_ids_BT), None
+
+        x = self.embedding_VD[...].astype(self.config.dtype)[tokens_BT]
+        x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, blocks)
+        return self.norm(x)
+
+    def unembedding(self) -> Array:
+        """[D, V] in the parameters' dtype; the embedding transposed where they are tied."""
+        if self.config.tied_embeddings:
+            return self.embedding_VD[...].T
+        return self.unembedding_DV[...]

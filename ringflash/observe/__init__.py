@@ -1,0 +1,1 @@
+"""What a run tells while it runs: metrics writers, progress, tables, memory."""

@@ -1,0 +1,107 @@
+"""Imports point down, never sideways and never in a loop; a late one says why."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ringflash"
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+
+# Which component a module belongs to, where that is not the first name below `ringflash`.
+COMPONENTS = {
+    "ringflash": "version",
+    "ringflash.model.presets": "presets",
+    "ringflash.config_file": "config",
+    "ringflash.rules": "checks",
+    "ringflash.combinations": "checks",
+    "ringflash.evaluate.run": "verbs",
+    "ringflash.train": "verbs",
+}
+# A component imports itself and what stands lower. What is not named here is an ordinary one.
+LEVELS = {
+    "version": 0,
+    "attention": 0,
+    "presets": 0,
+    "exits": 0,
+    "leaves": 0,
+    "integrity": 0,
+    "config": 1,
+    "checks": 3,
+    "startup": 3,
+    "assemble": 3,
+    "verbs": 4,
+    "cli": 5,
+}
+ORDINARY = 2
+
+
+def component(module: str) -> str:
+    return COMPONENTS.get(module) or module.split(".")[1]
+
+
+def level(module: str) -> int:
+    return LEVELS.get(component(module), ORDINARY)
+
+
+def imports(file: Path) -> set[str]:
+    """The modules of ours that a file names in its imports, wherever in the file they stand."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: wanted an absolute import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else node.module for name in names}
+    return {module for module in found if module in FILES}
+
+
+GRAPH = {module: imports(file) for module, file in FILES.items()}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module):
+    up = {
+        target
+        for target in GRAPH[module]
+        if component(target) != component(module) and level(target) >= level(module)
+    }
+    assert not up, f"{module} imports {up}: sideways or up"
+
+
+def test_attention_imports_nothing_else_of_ours():
+    targets = set().union(*(GRAPH[m] for m in FILES if component(m) == "attention"))
+    assert targets
+    assert {component(target) for target in targets} == {"attention"}
+
+
+def test_there_is_no_import_loop():
+    left = dict(GRAPH)
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"these import one another in a loop, or stand on one: {sorted(left)}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_late_import_says_why(module):
+    lines = FILES[module].read_text().splitlines()
+    for function in ast.walk(ast.parse("\n".join(lines))):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                place = f"{FILES[module]}:{node.lineno}"
+                above = lines[node.lineno - 2].strip()
+                assert above.startswith("#"), f"{place}: wanted a comment above that says why"
+
+
+def test_every_folder_is_a_package():
+    folders = {file.parent for file in FILES.values()}
+    without = {str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists()}
+    assert not without, f"setuptools leaves out folders that have no __init__.py: {without}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringflash.attention import LAYOUTS, Causal, Tokens, attend
+from ringflash.attention import LAYOUTS, Axes, Causal, Tokens, attend
 from ringflash.config import Config
 from ringflash.data.batch import Batch
 from ringflash.data.pipeline import EvalRows, Pipeline, eval_batches, train_pipeline
@@ -36,7 +36,7 @@ class Parts:
     mesh: Mesh
     abstract_state: State
     init: Callable[[], State]
-    step: Callable[[State, Batch], tuple[State, dict[str, Array]]]
+    step: jax.stages.Wrapped  # (State, Batch) -> (State, metrics); the state is donated
     score: Callable[[Any], list[perplexity.Score]]
     train_data: Pipeline
     eval_rows: EvalRows
@@ -44,9 +44,12 @@ class Parts:
     description: list[tuple[str, str]]
 
 
-def assemble(config: Config) -> Parts:
-    """Everything but the run itself. Raises ValueError for what cannot be put together."""
-    mesh = make_mesh(config.mesh)
+def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Parts:
+    """Everything but the run itself, on these devices (None: all there are).
+
+    Raises ValueError for what cannot be put together.
+    """
+    mesh = make_mesh(config.mesh, devices)
     train_data, eval_rows = make_data(config, mesh)
     graph, init_params = make_model(config, mesh)
     optimizer = make_optimizer(config.optimizer)
@@ -119,9 +122,7 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
             kernel=config.attention.kernel,
             strategy=config.attention.strategy,
             mesh=mesh,
-            axis="context",
-            batch_axes=BATCH_AXES,
-            heads_axis="tensor",
+            axes=Axes(BATCH_AXES, ("context",), ("tensor",)),
         )
 
     def build() -> Decoder:
@@ -131,16 +132,21 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
     return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
 
 
-def restore_model(graph: nnx.GraphDef, params: Any) -> Decoder:
-    """The model with these parameters."""
-    state = nnx.merge(graph, params)
-    assert isinstance(state, Decoder)
-    return state
+def restore_model(graph: nnx.GraphDef, params: Any, mesh: Mesh) -> Decoder:
+    """The model with these parameters, the embedding gathered whole.
+
+    Tokens are looked up in a table that is split as parameters are, over context too, by gathering
+    the tokens of the whole sequence instead.
+    """
+    whole = jax.lax.with_sharding_constraint(params["embedding_VD"], NamedSharding(mesh, P()))
+    model = nnx.merge(graph, params | {"embedding_VD": whole})
+    assert isinstance(model, Decoder)
+    return model
 
 
 def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> LossSum:
     """The loss over the batch, as sum and count."""
-    model = restore_model(graph, params)
+    model = restore_model(graph, params, mesh)
     x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
     total = summed_loss(
         x_BTD,
@@ -162,7 +168,7 @@ def make_score(
 
     @jax.jit
     def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
-        model = restore_model(graph, params)
+        model = restore_model(graph, params, mesh)
         x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
         losses_BT = token_losses(
             x_BTD,

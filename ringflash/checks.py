@@ -66,7 +66,9 @@ def workdir_fault(workdir: str) -> str | None:
         return f"--workdir={workdir}: {nearest_there} is no folder"
     if not os.access(nearest_there, os.W_OK | os.X_OK):
         return f"--workdir={workdir}: {nearest_there} cannot be written"
-    return None
+    # What an earlier run left there may belong to another user.
+    locked = next((left for left in path.glob("*") if not os.access(left, os.W_OK)), None)
+    return f"--workdir={workdir}: {locked} cannot be written" if locked else None
 
 
 def probe_workdir(workdir: Path) -> str | None:

@@ -84,6 +84,8 @@ def _run(arguments: Sequence[str]) -> None:
             print(f"{key:<28} {leaf['value']!r:<14} {leaf['from']}")
         return
     workdir = Path(os.path.abspath(command.workdir))
+    if command.verb == "eval" and not (workdir / "checkpoints").is_dir():
+        raise ConfigFault(f"--workdir={workdir}: holds no checkpoint to evaluate")
     unwritable = checks.probe_workdir(workdir)
     if unwritable:
         raise ConfigFault(unwritable)

@@ -55,14 +55,13 @@ def summed_loss(
         return value, (dx, dw)
 
     def local(x: Array, w: Array, targets: Array, mask: Array) -> tuple[Array, Array, Array]:
-        def step(carry: tuple[Array, Array], c: tuple[Array, Array, Array]) -> Any:
+        def step(carry: tuple[Array, Array], c: tuple[Array, ...]) -> Any:
             losses, p_CV = nats(c[0], w, c[1])
-            keep = c[2].astype(jnp.float32)
             hit = jax.nn.one_hot(c[1], w.shape[1], dtype=jnp.float32)
-            slope = ((p_CV - hit) * keep[:, None]).astype(x.dtype)
+            slope = jnp.where(c[2][:, None], p_CV - hit, 0.0).astype(x.dtype)
             dw = carry[1] + jnp.einsum("cd,cv->dv", c[0], slope, preferred_element_type=jnp.float32)
             dx = jnp.einsum("cv,dv->cd", slope, w.astype(x.dtype))
-            return (carry[0] + (losses * keep).sum(), dw), dx
+            return (carry[0] + jnp.where(c[2], losses, 0.0).sum(), dw), dx
 
         start = (jnp.zeros((), jnp.float32), jnp.zeros(w.shape, jnp.float32))
         xs = tuple(chunks(array, chunk) for array in (x, targets, mask))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,17 +38,21 @@ RULES: dict[str, P] = {
 }
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices. Raises ValueError where the product does not match their number."""
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over these devices (None: all there are).
+
+    Raises ValueError where the product does not match their number.
+    """
     sizes = list(dataclasses.astuple(config))
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if -1 in sizes:
         known = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = max(1, len(devices) // known)
     if math.prod(sizes) != len(devices):
         shape = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
         raise ValueError(f"the mesh {shape} takes {math.prod(sizes)} devices, found {len(devices)}")
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    auto = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:

@@ -24,7 +24,7 @@ class LossSum(NamedTuple):
     """Sum of losses in nats, fp32, and the number of targets that count, int32; both global."""
 
     total: Array
-    count: Array
+    targets: Array
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> State:
@@ -40,7 +40,7 @@ def make_step(
     def mean(params: Any, batch: Any) -> tuple[Array, LossSum]:
         found = loss_sum(params, batch)
         # A batch of nothing but padding has loss 0 and gradient 0, not 0 / 0.
-        return found.total / jnp.maximum(found.count, 1), found
+        return found.total / jnp.maximum(found.targets, 1), found
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, Array]]:
         (loss, found), grads = jax.value_and_grad(mean, has_aux=True)(state.params, batch)
@@ -48,8 +48,9 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "train/loss": loss,
-            "train/grad_norm": optax.global_norm(grads),
-            "train/tokens": found.count,
+            "train/grad_norm": optax.tree.norm(grads),
+            "train/param_norm": optax.tree.norm(params),
+            "train/tokens": found.targets,
         }
         return State(params, opt_state, state.step + 1), metrics
 

@@ -3,7 +3,7 @@
 A library of its own: it imports nothing else of ringflash. Start with `attend`; README.md is the contract.
 """
 
-from ringflash.attention.attend import attend
+from ringflash.attention.attend import Axes, attend
 from ringflash.attention.dispatch import KERNELS, LAYOUTS, STRATEGIES, make_kernel, make_strategy
 from ringflash.attention.kernel import (
     FLOOR,
@@ -40,6 +40,7 @@ __all__ = [
     "PADDING",
     "PARTIAL",
     "STRATEGIES",
+    "Axes",
     "Causal",
     "Chunked",
     "Full",

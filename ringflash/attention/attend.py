@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ringflash.attention.dispatch import Strategy, make_kernel, make_strategy
-from ringflash.attention.kernel import Kernel, Request, Spec, check_shapes, differentiable
+from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy
+from ringflash.attention.kernel import Bias, Kernel, Request, Spec, check_shapes, differentiable
 from ringflash.attention.mask import PADDING, Causal, Mask, Segments, Tokens
 from ringflash.attention.strategies.sharded import sharded
 
 Array = jax.Array
+
+
+class Axes(NamedTuple):
+    """The mesh axes over which an array's dims lie; those that a mesh lacks are left out."""
+
+    batch: tuple[str, ...] = ("data", "fsdp")
+    time: tuple[str, ...] = ("context",)
+    heads: tuple[str, ...] = ("tensor",)
 
 
 def attend(
@@ -25,23 +34,33 @@ def attend(
     mask: Mask = Causal(),
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Bias | None = None,
+    sinks_N: Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: Array | None = None,
     kernel: str = "auto",
     strategy: str | Strategy = "ring",
     mesh: Any = None,
-    axis: str = "context",
-    batch_axes: tuple[str, ...] = ("data", "fsdp"),
-    heads_axis: str = "tensor",
-) -> Array:
-    """softmax(scale * q.k + mask) . v, as [B, T, N, value width] in q's dtype.
+    axes: Axes = Axes(),
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q.k + bias, where the mask allows) . v: [B, T, N, value width] in q's dtype.
 
-    q_BTNH, k_BSKH, v_BSKH: as `jax.nn.dot_product_attention` has them; N a multiple of K. Where a mesh is
-    given, or set by `jax.set_mesh`, time is sharded over `axis`, batch over `batch_axes`, heads over
-    `heads_axis`; axes that the mesh lacks are left out. T and S are any lengths: padding is added here.
+    q_BTNH, k_BSKH, v_BSKH: as `jax.nn.dot_product_attention` has them; N a multiple of K, the value
+    width free. T and S are any lengths and may differ: padding is added here.
 
-    at, k_at: positions and segment ids of the rows as they lie in the arrays (whatever the layout).
-    None counts 0, 1, 2, ... and is one segment; `k_at` = None is `at`. With `at`, the mask is taken
-    together with `Segments()`: a negative segment id is padding, and its rows give zero.
+    at, k_at: positions and segment ids of the rows as they lie in the arrays, in any order. None counts
+    0, 1, 2, ... in one segment; `k_at` = None is `at`. With either, `Segments()` is added to the mask:
+    a negative segment id is padding, and its rows give zero.
 
+    scale, softcap, bias, dropout: see `Spec`. dropout_key: a jax.random key; without it nothing is
+    dropped. sinks_N: a learned logit per query head in the softmax's denominator.
+
+    mesh: or the one set by `jax.set_mesh`; time lies over `axes.time`, batch over `axes.batch`, heads over
+    `axes.heads`. strategy: a name or spelling such as "ulysses:2*ring:4", or a function (kernel, axis) ->
+    kernel, where axis is the time axis, or the tuple of them if there are several.
+
+    With return_lse the result is (out, lse_BNT in fp32), both differentiable.
     Raises ValueError for shapes that do not fit, and for a kernel that cannot serve, with its reason.
     """
     check_shapes(q_BTNH, k_BSKH, v_BSKH)
@@ -51,42 +70,74 @@ def attend(
     check_tokens("k_at", kv_at, k_BSKH)
     if at is not None or k_at is not None:
         mask = mask & Segments()
+    dropout = 0.0 if dropout_key is None else dropout
+    spec = Spec(mask, scale, softcap, bias, dropout)
+    q_at = asking(q_at, q_BTNH, spec, dropout_key)
+
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    shards = 1 if mesh.empty else mesh.shape.get(axis, 1)
-    spec = Spec(mask, scale, softcap)
-    local = make_kernel(kernel, request(q_BTNH, k_BSKH, v_BSKH, spec, shards))
+    axes = present(axes, mesh)
+    shards = extent(mesh, axes.time)
+    local = make_kernel(kernel, request(q_BTNH, k_BSKH, v_BSKH, spec, mesh, axes))
     if not mesh.empty:
-        local = spread(local, strategy, mesh, axis, batch_axes, heads_axis)
+        local = spread(local, strategy, mesh, axes)
+
     T = q_BTNH.shape[1]
     q, q_at = padded(q_BTNH, q_at, shards)
-    k, kv_at_padded = padded(k_BSKH, kv_at, shards)
+    k, k_tokens = padded(k_BSKH, kv_at, shards)
     v, _ = padded(v_BSKH, kv_at, shards)
-    return differentiable(local)(q, k, v, q_at, kv_at_padded)[0][:, :T]
+    out, lse = differentiable(local)(q, k, v, q_at, k_tokens, sinks_N)
+    return (out[:, :T], lse[..., :T]) if return_lse else out[:, :T]
 
 
-def spread(
-    local: Kernel,
-    strategy: str | Strategy,
-    mesh: Any,
-    axis: str,
-    batch_axes: tuple[str, ...],
-    heads_axis: str,
-) -> Kernel:
-    """The local kernel on global arrays: the strategy over `axis`, then the shard_map."""
-    names = mesh.axis_names
-    if mesh.shape.get(axis, 1) > 1:
-        local = (make_strategy(strategy) if isinstance(strategy, str) else strategy)(local, axis)
-    batch = tuple(a for a in batch_axes if a in names) or None
-    time, heads = (a if a in names else None for a in (axis, heads_axis))
+def spread(local: Kernel, strategy: str | Strategy, mesh: Any, axes: Axes) -> Kernel:
+    """The local kernel on global arrays: the strategy over the time axes, then the shard_map."""
+    if extent(mesh, axes.time) > 1:
+        if isinstance(strategy, str):
+            check_strategy(strategy, extent(mesh, axes.time))
+            strategy = make_strategy(strategy)
+        local = strategy(local, axes.time[0] if len(axes.time) == 1 else axes.time)
+    batch, time, heads = (names or None for names in axes)
     return sharded(local, mesh, batch=batch, time=time, heads=heads)
 
 
-def request(q: Array, k: Array, v: Array, spec: Spec, shards: int) -> Request:
+def present(axes: Axes, mesh: Any) -> Axes:
+    """The axes that the mesh has. Raises ValueError where one is named for two dims."""
+    found = Axes(*(tuple(a for a in names if a in mesh.axis_names) for names in axes))
+    every = [a for names in found for a in names]
+    if len(set(every)) < len(every):
+        raise ValueError(f"a mesh axis may hold one dim only, found {axes}")
+    return found
+
+
+def extent(mesh: Any, names: Sequence[str]) -> int:
+    """The number of devices along these mesh axes together."""
+    size = 1
+    for name in names:
+        size *= mesh.shape[name]
+    return size
+
+
+def request(q: Array, k: Array, v: Array, spec: Spec, mesh: Any, axes: Axes) -> Request:
     """What one device is asked to serve."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
-    platform = jax.default_backend()
+    batch, shards, tensor = (extent(mesh, names) for names in axes)
+    for what, found, size, names in (
+        ("batch", B, batch, axes.batch),
+        ("key/value heads", K, tensor, axes.heads),
+    ):
+        if found % size:
+            raise ValueError(f"{what} {found} must divide over mesh axes {names} of {size} devices")
     return Request(
-        B, -(-T // shards), -(-S // shards), N, K, H, v.shape[3], str(q.dtype), platform, spec
+        B // batch,
+        -(-T // shards),
+        -(-S // shards),
+        N // tensor,
+        K // tensor,
+        H,
+        v.shape[3],
+        str(q.dtype),
+        jax.default_backend(),
+        spec,
     )
 
 
@@ -97,9 +148,18 @@ def counted(x_BTNH: Array) -> Tokens:
     return Tokens(positions, jnp.zeros((B, T), jnp.int32))
 
 
+def asking(at: Tokens, q: Array, spec: Spec, dropout_key: Array | None) -> Tokens:
+    """With the ids of heads and the seeds of rows that bias and dropout go by, where they are used."""
+    if spec.bias is not None or spec.dropout:
+        at = at._replace(heads_N=jnp.arange(q.shape[2], dtype=jnp.int32))
+    if dropout_key is not None and spec.dropout:
+        at = at._replace(seeds_B=jax.random.bits(dropout_key, (q.shape[0],), jnp.uint32))
+    return at
+
+
 def check_tokens(name: str, at: Tokens, x: Array) -> None:
     """Raise ValueError unless `at` describes the rows of x."""
-    for field, found in at._asdict().items():
+    for field, found in zip(at._fields[:2], at[:2], strict=True):
         if found.shape != x.shape[:2]:
             raise ValueError(f"{name}.{field} must be {x.shape[:2]}, found {found.shape}")
 
@@ -110,8 +170,8 @@ def padded(x: Array, at: Tokens, shards: int) -> tuple[Array, Tokens]:
     if not more:
         return x, at
     rows = ((0, 0), (0, more))
-    at = Tokens(
-        jnp.pad(at.positions_BT, rows),
-        jnp.pad(at.segment_ids_BT, rows, constant_values=PADDING),
+    at = at._replace(
+        positions_BT=jnp.pad(at.positions_BT, rows),
+        segment_ids_BT=jnp.pad(at.segment_ids_BT, rows, constant_values=PADDING),
     )
     return jnp.pad(x, (*rows, (0, 0), (0, 0))), at

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
+from typing import Any
 
+from ringflash.attention.axis import Factor
 from ringflash.attention.kernel import Kernel, Request, Spec
 from ringflash.attention.kernels.chunked import chunked
 from ringflash.attention.kernels.reference import reference
 from ringflash.attention.layout import Layout, contiguous, striped, zigzag
 from ringflash.attention.strategies.all_gather import all_gather
 from ringflash.attention.strategies.ring import ring
+from ringflash.attention.strategies.ulysses import ulysses
 
 log = logging.getLogger(__name__)
 
-Strategy = Callable[[Kernel, str], Kernel]
+Strategy = Callable[[Kernel, Any], Kernel]  # the axis: a name, or a tuple of names
 
 KERNELS: dict[str, Callable[[Spec], Kernel]] = {"chunked": chunked, "reference": reference}
-STRATEGIES: dict[str, Strategy] = {"ring": ring, "all_gather": all_gather}
+STRATEGIES: dict[str, Strategy] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 AUTO = ("chunked",)  # in the order of preference; `reference` is never taken unasked
 
@@ -46,11 +50,57 @@ def make_kernel(name: str, request: Request) -> Kernel:
     raise ValueError(f"no attention kernel can serve {request}: {told}")
 
 
-def make_strategy(name: str) -> Strategy:
-    """The strategy of that name. Raises ValueError for an unknown one."""
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy {name!r} is unknown; known: {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
+def make_strategy(spelling: str) -> Strategy:
+    """A strategy by name, or a composition over factors of the axis: "ulysses:2*ring:4".
+
+    The left one is outermost: ulysses(ring(kernel, 4 devices), 2 devices). Ulysses is given
+    neighbouring devices, since all-to-all wants the shortest links; rings lie over what is left, the
+    first over the longest strides. Raises ValueError for a spelling that says nothing.
+    """
+    factors = parse(spelling)
+    if len(factors) == 1 and factors[0][1] is None:
+        return STRATEGIES[factors[0][0]]
+    order = sorted(range(len(factors)), key=lambda n: factors[n][0] == "ulysses")
+    strides, stride = {}, 1
+    for n in reversed(order):
+        strides[n] = stride
+        stride *= factors[n][1] or 1
+
+    def strategy(kernel: Kernel, axis: Any) -> Kernel:
+        for n in reversed(range(len(factors))):
+            name, size = factors[n]
+            kernel = STRATEGIES[name](kernel, Factor(axis, size or 1, strides[n]))
+        return kernel
+
+    return strategy
+
+
+def parse(spelling: str) -> list[tuple[str, int | None]]:
+    """[("ulysses", 2), ("ring", 4)] of "ulysses:2*ring:4"; the size is None for a bare name.
+
+    Raises ValueError.
+    """
+    factors: list[tuple[str, int | None]] = []
+    for factor in spelling.split("*"):
+        name, colon, size = factor.partition(":")
+        if name not in STRATEGIES:
+            raise ValueError(f"strategy {name!r} is unknown; known: {', '.join(STRATEGIES)}")
+        if colon and not (size.isdecimal() and int(size) > 0):
+            raise ValueError(f"strategy {factor!r}: wanted {name}:DEVICES")
+        factors.append((name, int(size) if colon else None))
+    if len(factors) > 1 and any(size is None for _, size in factors):
+        raise ValueError(
+            f"strategy {spelling!r}: each part needs its devices, as in ulysses:2*ring:4"
+        )
+    return factors
+
+
+def check_strategy(spelling: str, devices: int) -> None:
+    """Raise ValueError unless the parts of the composition make up `devices`."""
+    sizes = [size for _, size in parse(spelling) if size is not None]
+    if sizes and math.prod(sizes) != devices:
+        product = " * ".join(map(str, sizes))
+        raise ValueError(f"strategy {spelling!r} is over {product} devices, found {devices}")
 
 
 @functools.cache

@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ringflash.attention.axis import Axis
 from ringflash.attention.mask import Causal, Mask, RealKeys, Span, Tokens
 
 Array = jax.Array
+Bias = Callable[[Array, Array, Array], Array]
 FLOOR = -1e30  # the lse of a row that saw nothing: finite, so that no inf - inf is ever formed
 
 
@@ -71,26 +73,42 @@ def merge(a: Partial, b: Partial) -> Partial:
 class Spec:
     """What attention computes, apart from how: bound when a kernel is made.
 
-    scale: factor of q.k; None is 1/sqrt(head_dim).  softcap: cap*tanh(score/cap) before the mask.
+    score = softcap * tanh(scale * q.k / softcap) + bias(q position, k position, query head), then the mask.
+
+    scale: None is 1/sqrt(head_dim).  softcap: None is none.  bias: a function of int32 arrays that
+    broadcast to [..., T, S], such as `alibi`; it has no gradient.  dropout: the share of weights that is
+    dropped after the softmax, chosen by seed, head, segment and positions, so that it is the same
+    however the sequence is sharded; the rest is scaled by 1 / (1 - dropout).
     """
 
     mask: Mask = Causal()
     scale: float | None = None
     softcap: float | None = None
+    bias: Bias | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), found {self.dropout}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be above 0, found {self.softcap}")
 
     def scale_for(self, head_dim: int) -> float:
         """The scale in use for this head width."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def visible(self, q: Tokens, k: Tokens) -> Array:
-        """[B, T, S] truth for the tokens of a tile: the mask, and no key is padding."""
-        q_BT1 = Tokens(*(x[..., :, None] for x in q))
-        k_B1S = Tokens(*(x[..., None, :] for x in k))
-        return (self.mask & RealKeys()).visible(q_BT1, k_B1S)
+        """[..., T, S] truth for the tokens of a tile: the mask, and no key is padding."""
+        return (self.mask & RealKeys()).visible(*facing(q, k))
 
     def relation(self, q: Span, k: Span) -> Array:
         """EMPTY, PARTIAL or FULL for spans that broadcast against each other."""
         return (self.mask & RealKeys()).relation(q, k)
+
+
+def facing(q: Tokens, k: Tokens) -> tuple[Tokens, Tokens]:
+    """The tokens of a tile, so that their fields broadcast to [..., T, S]."""
+    return Tokens(*(x[..., :, None] for x in q[:2])), Tokens(*(x[..., None, :] for x in k[:2]))
 
 
 class Request(NamedTuple):
@@ -147,7 +165,7 @@ class Kernel:
     spec: Spec
     forward: Forward
     backward: Backward
-    axes: tuple[str, ...] = ()
+    axes: tuple[Axis, ...] = ()
     unsupported: Callable[[Request], str | None] = serves
 
 
@@ -165,36 +183,60 @@ def check_shapes(q: Any, k: Any, v: Any) -> None:
 
 
 def differentiable(kernel: Kernel) -> Callable[..., tuple[Array, Array]]:
-    """attention(q, k, v, q_at, k_at) -> (out in q's dtype, lse_BNT in fp32), with gradients of both.
+    """attention(q, k, v, q_at, k_at, sinks_N=None) -> (out in q's dtype, lse_BNT in fp32).
 
-    The one custom_vjp of the library. `out` and `lse` carry the names `attention_out` and
-    `attention_lse`: a remat policy that saves them never runs the forward, hence the ring, again.
+    The one custom_vjp of the library, with gradients of both results. `out` and `lse` carry the names
+    `attention_out` and `attention_lse`: a remat policy that saves them never runs the forward, hence the
+    ring, again. `sinks_N` are learned logits that take part in the softmax without a value
+    (arXiv:2309.17453; gpt-oss): they come in here, after the last merge, so they are counted once.
     """
 
-    @jax.custom_vjp
-    def attention(q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
-        return run(q, k, v, q_at, k_at)[0]
-
-    def run(q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens) -> Any:
+    def run(
+        q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, sinks_N: Array | None
+    ) -> tuple[tuple[Array, Array], Any]:
         with jax.named_scope(f"attention/{kernel.name}/forward"):
-            partial = kernel.forward(q, k, v, q_at, k_at)
+            partial = with_sinks(kernel.forward(q, k, v, q_at, k_at), sinks_N)
         out = checkpoint_name(partial.out_BTNH.astype(q.dtype), "attention_out")
         lse = checkpoint_name(partial.lse_BNT, "attention_lse")
-        return (out, lse), (q, k, v, q_at, k_at, out, lse)
+        return (out, lse), (q, k, v, q_at, k_at, sinks_N, out, lse)
 
     def gradient(saved: Any, cotangents: tuple[Array, Array]) -> Any:
-        q, k, v, q_at, k_at, out, lse = saved
+        q, k, v, q_at, k_at, sinks_N, out, lse = saved
         dout, dlse = cotangents
         with jax.named_scope(f"attention/{kernel.name}/backward"):
             delta = row_dot(dout, out) - dlse
             grads = kernel.backward(q, k, v, q_at, k_at, dout, lse, delta)
-        return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None, None
+        dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv, None, None, sinks_gradient(sinks_N, lse, delta)
+
+    @jax.custom_vjp
+    def attention(
+        q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, sinks_N: Array | None
+    ) -> tuple[Array, Array]:
+        return run(q, k, v, q_at, k_at, sinks_N)[0]
 
     attention.defvjp(run, gradient)
-    return attention
+    return lambda q, k, v, q_at, k_at, sinks_N=None: attention(q, k, v, q_at, k_at, sinks_N)
+
+
+def with_sinks(partial: Partial, sinks_N: Array | None) -> Partial:
+    """The softmax with one more logit per head, whose value is zero."""
+    if sinks_N is None:
+        return partial
+    lse = jnp.logaddexp(partial.lse_BNT, sinks_N.astype(partial.lse_BNT.dtype)[:, None])
+    share = jnp.exp(partial.lse_BNT - lse).swapaxes(1, 2)[..., None]
+    return Partial(partial.out_BTNH * share, lse)
+
+
+def sinks_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
+    """-sum of p(sink) * delta over the rows: the sink's own d score, its value being zero."""
+    if sinks_N is None:
+        return None
+    p = jnp.exp(sinks_N.astype(lse_BNT.dtype)[:, None] - lse_BNT)
+    return -(p * delta_BNT).sum((0, 2)).astype(sinks_N.dtype)
 
 
 def row_dot(a_BTNH: Array, b_BTNH: Array) -> Array:
-    """Sum over the head width in fp32, as [B, N, T]: delta = rowsum(dout * out)."""
-    product = a_BTNH.astype(jnp.float32) * b_BTNH.astype(jnp.float32)
-    return product.sum(-1).swapaxes(1, 2)
+    """Sum over the head width in fp32 or wider, as [B, N, T]: delta = rowsum(dout * out)."""
+    sums = jnp.promote_types(a_BTNH.dtype, jnp.float32)
+    return (a_BTNH.astype(sums) * b_BTNH.astype(sums)).sum(-1).swapaxes(1, 2)

@@ -28,10 +28,20 @@ class Tokens(NamedTuple):
 
     Positions are compared between queries and keys, so both must count from the same origin: the row,
     or (with `Segments` in the mask) the document. A negative segment id is padding.
+
+    Of queries only, and only where a bias or dropout asks for them: `heads_N`, the ids of the query heads
+    that the array holds (int32), and `seeds_B`, a random number for each batch row (uint32).
     """
 
     positions_BT: Array
     segment_ids_BT: Array
+    heads_N: Array | None = None
+    seeds_B: Array | None = None
+
+
+def only(at: Tokens, first: int, last: int) -> Tokens:
+    """The tokens, with a run of the query heads."""
+    return at if at.heads_N is None else at._replace(heads_N=at.heads_N[first:last])
 
 
 class Span(NamedTuple):

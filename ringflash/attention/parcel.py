@@ -20,7 +20,7 @@ def pack(k_BSKH: Array, v_BSKH: Array, at: Tokens) -> Array:
     bits = unsigned(k_BSKH)
     body = lax.bitcast_convert_type(jnp.concatenate([k_BSKH, v_BSKH], axis=-1), bits)
     B, _, K, W = body.shape
-    tail = lax.bitcast_convert_type(jnp.stack(at, axis=-1), bits).reshape(B, -1)
+    tail = lax.bitcast_convert_type(jnp.stack(at[:2], axis=-1), bits).reshape(B, -1)
     tail = jnp.pad(tail, ((0, 0), (0, -tail.shape[1] % (K * W))))
     return jnp.concatenate([body, tail.reshape(B, -1, K, W)], axis=1)
 

@@ -1,6 +1,7 @@
-"""What one tile computes, apart from the loop that visits tiles: scores, and their gradient.
+"""What one tile computes, apart from the loop that visits tiles: scores, dropout, and their gradients.
 
-Shapes here are [..., t, s]: any leading dims (batch, kv heads), t query rows, s keys. Scores are fp32.
+Arrays are [K, G, t, s] or have a batch dim in front: t query rows of a group of G query heads against s
+keys. Scores are fp32. `q_at` and `k_at` are the tokens of the tile, fields [..., t] and [..., s].
 """
 
 from __future__ import annotations
@@ -8,23 +9,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ringflash.attention.kernel import FLOOR, Spec
+from ringflash.attention.kernel import FLOOR, Bias, Spec, facing
+from ringflash.attention.mask import Tokens
 
 Array = jax.Array
 
 
-def scores(raw_ts: Array, spec: Spec) -> Array:
-    """From scaled products q.k to scores: the soft cap."""
-    if spec.softcap is None:
-        return raw_ts
-    return spec.softcap * jnp.tanh(raw_ts / spec.softcap)
+def capped(raw_ts: Array, spec: Spec) -> Array:
+    """The soft cap of scaled products q.k."""
+    return raw_ts if spec.softcap is None else spec.softcap * jnp.tanh(raw_ts / spec.softcap)
 
 
-def score_slope(score_ts: Array, spec: Spec) -> Array | float:
-    """d score / d raw, from the score: 1 - (score / cap)^2."""
-    if spec.softcap is None:
-        return 1.0
-    return 1.0 - jnp.square(score_ts / spec.softcap)
+def cap_slope(capped_ts: Array, spec: Spec) -> Array | float:
+    """d capped / d raw, from the capped value: 1 - (capped / softcap)^2."""
+    return 1.0 if spec.softcap is None else 1.0 - jnp.square(capped_ts / spec.softcap)
+
+
+def biased(capped_ts: Array, spec: Spec, q_at: Tokens, k_at: Tokens) -> Array:
+    """Scores: the bias of each query, key and head added."""
+    if spec.bias is None:
+        return capped_ts
+    q_t1, k_1s = facing(q_at, k_at)
+    q, k = (x.positions_BT[..., None, None, :, :] for x in (q_t1, k_1s))
+    return capped_ts + spec.bias(q, k, heads_of(q_at, capped_ts)).astype(capped_ts.dtype)
+
+
+def heads_of(q_at: Tokens, x_KGts: Array) -> Array:
+    """The ids of the query heads as [K, G, 1, 1]."""
+    assert q_at.heads_N is not None, "bias and dropout need q_at.heads_N"
+    return q_at.heads_N.reshape(x_KGts.shape[-4], x_KGts.shape[-3], 1, 1)
 
 
 def soften(score_ts: Array, top_t1: Array, visible_ts: Array | None) -> tuple[Array, Array]:
@@ -39,3 +52,35 @@ def weights(score_ts: Array, lse_t1: Array, visible_ts: Array | None) -> Array:
     """exp(score - lse), zero where invisible (a row that sees nothing has lse FLOOR, not -inf)."""
     p = jnp.exp(score_ts - lse_t1)
     return p if visible_ts is None else jnp.where(visible_ts, p, 0.0)
+
+
+def dropped(x_ts: Array, spec: Spec, q_at: Tokens, k_at: Tokens) -> Array:
+    """x with a share of its entries zero and the rest scaled up: for p forward, for dp backward."""
+    if not spec.dropout:
+        return x_ts
+    q_t1, k_1s = facing(q_at, k_at)
+    assert q_at.seeds_B is not None, "dropout needs q_at.seeds_B"
+    word = q_at.seeds_B[..., None, None, None, None]
+    for part in (q_t1.segment_ids_BT, q_t1.positions_BT, k_1s.positions_BT):
+        word = scrambled(word ^ part[..., None, None, :, :].astype(jnp.uint32))
+    word = scrambled(word ^ heads_of(q_at, x_ts).astype(jnp.uint32))
+    keep = word >= jnp.uint32(int(spec.dropout * 2**32))
+    return jnp.where(keep, x_ts / (1.0 - spec.dropout), 0.0)
+
+
+def scrambled(word: Array) -> Array:
+    """The finalizer of MurmurHash3 with an odd offset: each bit of the result depends on every bit."""
+    word = word + jnp.uint32(0x9E3779B9)
+    word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
+
+
+def alibi(heads: int) -> Bias:
+    """-slope * distance with slopes 2^(-8 i / heads), i = 1 ... heads (arXiv:2108.12409)."""
+
+    def bias(q: Array, k: Array, head: Array) -> Array:
+        slope = jnp.exp2(-8.0 * (head + 1).astype(jnp.float32) / heads)
+        return -slope * jnp.abs(q - k).astype(jnp.float32)
+
+    return bias

@@ -28,14 +28,21 @@ def write(workdir: Path, step: int, scores: list[Score], documents: tuple[str, .
     draft.replace(folder / f"{step}.json")
 
 
-def read(workdir: Path, step: int) -> list[Score] | None:
-    """The scores of an earlier evaluation at that step, or None."""
+def read(workdir: Path, step: int, documents: tuple[str, ...]) -> list[Score] | None:
+    """The scores of an earlier evaluation at that step and on these documents, or None."""
     path = workdir / "eval" / f"{step}.json"
-    if not path.exists():
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record.get("documents") != list(documents):
         return None
     names = [field.name for field in dataclasses.fields(Score)]
-    rows = json.loads(path.read_text())["scores"]
-    return [Score(**{name: row[name] for name in names}) for row in rows]
+    return [Score(**{name: row[name] for name in names}) for row in record["scores"]]
+
+
+def forget(workdir: Path, *, after: int) -> None:
+    """Drop what was written at later steps: a run that goes on from `after` makes them again."""
+    for path in (workdir / "eval").glob("*.json"):
+        if path.stem.isdecimal() and int(path.stem) > after:
+            path.unlink()
 
 
 def rows(scores: list[Score], before: list[Score] | None = None) -> list[tuple[str, ...]]:

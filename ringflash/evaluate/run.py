@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ringflash.checkpoint import CheckpointDamaged, CheckpointMismatch, Checkpoints
+from ringflash.checkpoint import Checkpoints
 from ringflash.config import Config
 from ringflash.evaluate import report
 from ringflash.exits import ConfigFault
 from ringflash.observe.log import logged
 from ringflash.observe.table import table
-from ringflash.train import put_together, show
+from ringflash.run import put_together, restore
+from ringflash.train import show
 
 
 def evaluate(config: Config, workdir: Path) -> None:
@@ -20,9 +21,7 @@ def evaluate(config: Config, workdir: Path) -> None:
         table("ringflash eval", parts.description)
         checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
         try:
-            restored = checkpoints.restore(parts.abstract_state)
-        except (CheckpointMismatch, CheckpointDamaged) as error:
-            raise ConfigFault(str(error)) from error
+            restored = restore(config, parts, checkpoints)
         finally:
             checkpoints.close()
         if restored is None:

@@ -17,11 +17,12 @@ from ringflash.model.rope import angles, rotate
 
 Array = jax.Array
 AttentionFn = Callable[[Array, Array, Array, Array, Array], Array]
+CUT_STD = 0.87962566  # the standard deviation of a standard normal that is cut at -2 and 2
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: str) -> nnx.Param:
     """A weight drawn from a truncated normal of variance 1 / fan_in."""
-    init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
+    init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5 / CUT_STD)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
 
 

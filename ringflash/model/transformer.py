@@ -48,7 +48,8 @@ class Decoder(nnx.Module):
         def layer(x_BTD: Array, block: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, block)(x_BTD, positions_BT, segment_ids_BT), None
 
-        x = self.embedding_VD[...].astype(self.config.dtype)[tokens_BT]
+        # Rows are cast after the look-up, so that their gradients are added up in the parameters' dtype.
+        x = self.embedding_VD[...][tokens_BT].astype(self.config.dtype)
         x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, blocks)
         return self.norm(x)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol, TextIO
@@ -30,21 +29,19 @@ class Progress(Protocol):
 
 
 class TimeLeft:
-    """Seconds until the last step, from the median of recent steps.
+    """Seconds until the last step, from the median `perf/step_seconds` of recent updates.
 
-    The time before the first update holds the compile and is never counted.
+    What is done between two steps, such as an evaluation, is not a step's and is not counted.
     """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._last: tuple[int, float] | None = None
 
-    def after(self, step: int, now: float) -> float | None:
-        """Seconds left when `step` is done at `now` (any clock), or None while unknown."""
-        if self._last is not None and step > self._last[0]:
-            self._seconds.append((now - self._last[1]) / (step - self._last[0]))
-        self._last = (step, now)
+    def after(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Seconds left when `step` is done, or None while unknown."""
+        if "perf/step_seconds" in metrics:
+            self._seconds.append(metrics["perf/step_seconds"])
         if not self._seconds:
             return None
         return statistics.median(self._seconds) * (self._total - step)
@@ -55,7 +52,7 @@ class _Lines:
         self._total, self._stream, self._left = total, stream, TimeLeft(total)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        left = self._left.after(step, time.monotonic())
+        left = self._left.after(step, metrics)
         self.note("  ".join([f"step {step}/{self._total}", *_figures(metrics), _left(left)]))
 
     def note(self, text: str) -> None:
@@ -78,7 +75,7 @@ class _Bar:
         self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = [*_figures(metrics), _left(self._left.after(step, time.monotonic()))]
+        figures = [*_figures(metrics), _left(self._left.after(step, metrics))]
         self._bar.update(self._task, completed=step, figures="  ".join(figures))
 
     def note(self, text: str) -> None:

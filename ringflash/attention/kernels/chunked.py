@@ -16,7 +16,7 @@ from jax import lax
 
 from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads
 from ringflash.attention.mask import EMPTY, FULL, PADDING, Span, Tokens, spans
-from ringflash.attention.tile import score_slope, scores, soften, weights
+from ringflash.attention.tile import biased, cap_slope, capped, dropped, soften, weights
 
 Array = jax.Array
 
@@ -24,7 +24,7 @@ Array = jax.Array
 class Blocks(NamedTuple):
     """The tokens of one batch row cut in blocks, and the span of each block."""
 
-    at: Tokens  # fields [blocks, block]
+    at: Tokens  # fields [blocks, block]; heads and the row's seed as they are
     span: Span  # fields [blocks]
 
 
@@ -77,12 +77,12 @@ def forward_row(
 
         def step(j: Array, state: tuple[Array, Array, Array], masked: bool) -> tuple:
             top, total, acc = state
-            score = scores(products(q_KGTH, k[j]), spec)
-            visible = spec.visible(at.at, nth(k_at.at, j)) if masked else None
-            p, new = soften(score, top, visible)
+            here = nth(k_at.at, j)
+            score = biased(capped(products(q_KGTH, k[j]), spec), spec, at.at, here)
+            p, new = soften(score, top, spec.visible(at.at, here) if masked else None)
             shrink = jnp.exp(top - new)
             total = total * shrink + p.sum(-1, keepdims=True)
-            return new, total, acc * shrink + mixed(p, v[j])
+            return new, total, acc * shrink + mixed(dropped(p, spec, at.at, here), v[j])
 
         if begin is None:
             zero = jnp.zeros((*q_KGTH.shape[:-1], 1), jnp.float32)
@@ -108,11 +108,13 @@ def backward_row(
 
         def step(i: Array, state: tuple[Array, Array, Array], masked: bool) -> tuple:
             dq, dk, dv = state
-            score = scores(products(q[i], k_K1SH), spec)
-            visible = spec.visible(nth(q_at.at, i), at.at) if masked else None
-            p = weights(score, lse[i], visible)
-            ds = p * (products(dout[i], v_K1SH) - delta[i]) * score_slope(score, spec)
-            dv = dv + gathered(p, dout[i])
+            here = nth(q_at.at, i)
+            cap = capped(products(q[i], k_K1SH), spec)
+            visible = spec.visible(here, at.at) if masked else None
+            p = weights(biased(cap, spec, here, at.at), lse[i], visible)
+            dp = dropped(products(dout[i], v_K1SH), spec, here, at.at)
+            ds = p * (dp - delta[i]) * cap_slope(cap, spec)
+            dv = dv + gathered(dropped(p, spec, here, at.at), dout[i])
             dk = dk + gathered(ds, q[i])
             return dq.at[i].add(mixed(ds, k_K1SH)), dk, dv
 
@@ -164,15 +166,20 @@ def unrow(x: Array, length: int) -> Array:
 
 
 def blocks_of(at: Tokens, block: int) -> Blocks:
-    """The tokens in blocks; what is added at the end is padding."""
+    """The tokens in blocks; what is added at the end is padding. Each block has heads and seed."""
     pad = ((0, 0), (0, -at.positions_BT.shape[1] % block))
-    at = Tokens(
-        jnp.pad(at.positions_BT, pad),
-        jnp.pad(at.segment_ids_BT, pad, constant_values=PADDING),
-    )
-    B, length = at.positions_BT.shape
+    positions = jnp.pad(at.positions_BT, pad)
+    segments = jnp.pad(at.segment_ids_BT, pad, constant_values=PADDING)
+    B, length = positions.shape
     blocks = length // block
-    return Blocks(Tokens(*(x.reshape(B, blocks, block) for x in at)), spans(at, blocks))
+    span = spans(Tokens(positions, segments), blocks)
+    heads, seeds = at.heads_N, at.seeds_B
+    if heads is not None:
+        heads = jnp.broadcast_to(heads, (B, blocks, *heads.shape))
+    if seeds is not None:
+        seeds = jnp.broadcast_to(seeds[:, None], (B, blocks))
+    shape = (B, blocks, block)
+    return Blocks(Tokens(positions.reshape(shape), segments.reshape(shape), heads, seeds), span)
 
 
 def opened(carry: Partial, kv_heads: int, block: int) -> Partial:
@@ -183,4 +190,4 @@ def opened(carry: Partial, kv_heads: int, block: int) -> Partial:
 
 def nth(at: Tokens, j: Array) -> Tokens:
     """The tokens of block j."""
-    return Tokens(*(x[j] for x in at))
+    return jax.tree.map(lambda x: x[j], at)

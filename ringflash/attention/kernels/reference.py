@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads, merge
 from ringflash.attention.mask import Tokens
-from ringflash.attention.tile import score_slope, scores
+from ringflash.attention.tile import biased, cap_slope, capped, dropped
 
 Array = jax.Array
 
@@ -15,19 +15,20 @@ Array = jax.Array
 def reference(spec: Spec) -> Kernel:
     """Dense attention: every score of [B, K, G, T, S] at once."""
 
-    def products(q: Array, k: Array, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array, Array]:
+    def products(q: Array, k: Array, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
         q_BTKGH, k_BSKH = grouped(wide(q), k.shape[2]), wide(k)
         raw = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH) * spec.scale_for(q.shape[3])
-        return scores(raw, spec), spec.visible(q_at, k_at)[:, None, None], q_BTKGH
+        return capped(raw, spec), spec.visible(q_at, k_at)[:, None, None]
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
-        score, visible, _ = products(q, k, q_at, k_at)
-        score = jnp.where(visible, score, FLOOR)
+        cap, visible = products(q, k, q_at, k_at)
+        score = jnp.where(visible, biased(cap, spec, q_at, k_at), FLOOR)
         lse = jax.nn.logsumexp(score, axis=-1, where=visible, keepdims=True)
         lse = jnp.maximum(lse, FLOOR)
         p = jnp.where(visible, jnp.exp(score - lse), 0.0)
+        p = dropped(p, spec, q_at, k_at)
         out = flat(jnp.einsum("bkgts,bskh->btkgh", p, wide(v)))
         partial = Partial(out, lse.reshape(q.shape[0], q.shape[2], q.shape[1]))
         return partial if carry is None else merge(carry, partial)
@@ -43,17 +44,17 @@ def reference(spec: Spec) -> Kernel:
         delta_BNT: Array,
         into: Grads | None = None,
     ) -> Grads:
-        score, visible, q_BTKGH = products(q, k, q_at, k_at)
-        rows = (*score.shape[:4], 1)
+        cap, visible = products(q, k, q_at, k_at)
+        rows = (*cap.shape[:4], 1)
+        score = biased(cap, spec, q_at, k_at)
         p = jnp.where(visible, jnp.exp(score - lse_BNT.reshape(rows)), 0.0)
         dout_BTKGH = grouped(wide(dout), k.shape[2])
-        dp = jnp.einsum("btkgh,bskh->bkgts", dout_BTKGH, wide(v))
-        ds = p * (dp - delta_BNT.reshape(rows)) * score_slope(score, spec)
-        ds = ds * spec.scale_for(q.shape[3])
+        dp = dropped(jnp.einsum("btkgh,bskh->bkgts", dout_BTKGH, wide(v)), spec, q_at, k_at)
+        ds = p * (dp - delta_BNT.reshape(rows)) * cap_slope(cap, spec) * spec.scale_for(q.shape[3])
         grads = Grads(
             flat(jnp.einsum("bkgts,bskh->btkgh", ds, wide(k))),
-            jnp.einsum("bkgts,btkgh->bskh", ds, q_BTKGH),
-            jnp.einsum("bkgts,btkgh->bskh", p, dout_BTKGH),
+            jnp.einsum("bkgts,btkgh->bskh", ds, grouped(wide(q), k.shape[2])),
+            jnp.einsum("bkgts,btkgh->bskh", dropped(p, spec, q_at, k_at), dout_BTKGH),
         )
         return add_grads(into, grads)
 

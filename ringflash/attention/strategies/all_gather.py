@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from ringflash.attention.axis import Axis, gathered, sum_scattered
 from ringflash.attention.kernel import Grads, Kernel, Partial, add_grads
 from ringflash.attention.mask import Tokens
 from ringflash.attention.parcel import pack, unpack
@@ -13,13 +13,13 @@ from ringflash.attention.parcel import pack, unpack
 Array = jax.Array
 
 
-def all_gather(kernel: Kernel, axis: str) -> Kernel:
+def all_gather(kernel: Kernel, axis: Axis) -> Kernel:
     """`kernel` on local queries and the keys of the whole axis; dk and dv are reduce-scattered in fp32."""
 
     def everything(k: Array, v: Array, at: Tokens) -> tuple[Array, Array, Tokens]:
-        parcels = lax.all_gather(pack(k, v, at), axis)
+        parcels = gathered(pack(k, v, at), axis, dim=0, tiled=False)
         ks, vs, ats = jax.vmap(lambda parcel: unpack(parcel, k, v))(parcels)
-        return flat(ks), flat(vs), Tokens(*map(flat, ats))
+        return flat(ks), flat(vs), Tokens(flat(ats.positions_BT), flat(ats.segment_ids_BT))
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
@@ -41,7 +41,7 @@ def all_gather(kernel: Kernel, axis: str) -> Kernel:
         k_all, v_all, at_all = everything(k, v, k_at)
         dq, dk, dv = kernel.backward(q, k_all, v_all, q_at, at_all, dout, lse_BNT, delta_BNT)
         dkv = jnp.concatenate([dk, dv], axis=-1)
-        dkv = lax.psum_scatter(dkv, axis, scatter_dimension=1, tiled=True)
+        dkv = sum_scattered(dkv, axis, dim=1)
         width = k.shape[3]
         return add_grads(into, Grads(dq, dkv[..., :width], dkv[..., width:]))
 

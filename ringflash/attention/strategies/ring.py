@@ -14,15 +14,16 @@ of a block travel one hop behind it, beside the next hop's products, and come ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringflash.attention.kernel import Grads, Kernel, Partial, Spec, add_grads, empty_partial
-from ringflash.attention.mask import EMPTY, Span, Tokens, spans
+from ringflash.attention.axis import Axis, gathered, shifted, size_of
+from ringflash.attention.kernel import Grads, Kernel, Partial, add_grads, empty_partial
+from ringflash.attention.mask import EMPTY, Span, Tokens, only, spans
 from ringflash.attention.parcel import pack, unpack
 
 Array = jax.Array
@@ -46,6 +47,10 @@ class Stream(NamedTuple):
         """The query heads of its key/value heads; heads lie on `axis`."""
         return lax.slice_in_dim(x, self.first * group, self.last * group, axis=axis)
 
+    def asking(self, q_at: Tokens, group: int) -> Tokens:
+        """The tokens of those queries."""
+        return only(q_at, self.first * group, self.last * group)
+
 
 class Route(NamedTuple):
     """Streams that share the heads out, how far they go, and whether they serve the block at home."""
@@ -56,13 +61,13 @@ class Route(NamedTuple):
     onward: bool  # dk and dv come home by going on round the ring; else by going back
 
 
-def ring(kernel: Kernel, axis: str) -> Kernel:
+def ring(kernel: Kernel, axis: Axis) -> Kernel:
     """`kernel` over a sequence sharded on mesh axis `axis`."""
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
-        if lax.axis_size(axis) == 1:
+        if size_of(axis) == 1:
             return kernel.forward(q, k, v, q_at, k_at, carry)
 
         def along(routes: Sequence[Route]) -> Partial:
@@ -71,7 +76,7 @@ def ring(kernel: Kernel, axis: str) -> Kernel:
                 part = forward_along(kernel, axis, route, q, k, v, q_at, k_at, part)
             return part
 
-        return routed(kernel.spec, axis, k.shape[2], q_at, k_at, along)
+        return routed(kernel, axis, k.shape[2], q_at, k_at, along)
 
     def backward(
         q: Array,
@@ -84,7 +89,7 @@ def ring(kernel: Kernel, axis: str) -> Kernel:
         delta_BNT: Array,
         into: Grads | None = None,
     ) -> Grads:
-        if lax.axis_size(axis) == 1:
+        if size_of(axis) == 1:
             return kernel.backward(q, k, v, q_at, k_at, dout, lse_BNT, delta_BNT, into)
         rows = (q, dout, lse_BNT, delta_BNT)
 
@@ -95,22 +100,22 @@ def ring(kernel: Kernel, axis: str) -> Kernel:
             assert grads is not None
             return grads
 
-        return add_grads(into, routed(kernel.spec, axis, k.shape[2], q_at, k_at, along))
+        return add_grads(into, routed(kernel, axis, k.shape[2], q_at, k_at, along))
 
     name, axes = f"ring({kernel.name})", (axis, *kernel.axes)
     return Kernel(name, kernel.spec, forward, backward, axes, kernel.unsupported)
 
 
 def routed(
-    spec: Spec, axis: str, K: int, q_at: Tokens, k_at: Tokens, along: Callable[[Any], Any]
+    kernel: Kernel, axis: Axis, K: int, q_at: Tokens, k_at: Tokens, along: Callable[[Any], Any]
 ) -> Any:
     """`along` the routes that cost least: half of K and V over len(axis) - 1 hops, or all over a few."""
-    size = lax.axis_size(axis)
+    size = size_of(axis)
     halves = (Stream(0, K // 2, 1), Stream(K // 2, K, -1)) if K > 1 else (Stream(0, 1, 1),)
     split = [Route(halves, size - 1, home=True, onward=True)]
-    if not spec.mask.local:
+    if not kernel.spec.mask.local:
         return along(split)
-    up, down = reach(spec, axis, q_at, k_at)
+    up, down = reach(kernel, axis, q_at, k_at)
     near = [
         Route((Stream(0, K, 1),), up, home=True, onward=False),
         Route((Stream(0, K, -1),), down, home=False, onward=False),
@@ -118,20 +123,23 @@ def routed(
     return lax.cond(2 * (up + down) <= size, lambda: along(near), lambda: along(split))
 
 
-def reach(spec: Spec, axis: str, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
+def reach(kernel: Kernel, axis: Axis, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
     """How many hops up and down some query somewhere needs, taking for each pair the shorter way.
 
     Exchanges a few spans per shard. The same on every device of the mesh, as a loop bound must be.
     """
-    size = lax.axis_size(axis)
+    size = size_of(axis)
 
     def everywhere(at: Tokens) -> Span:  # fields [ring, batch, runs]
         blocks = SPAN_BLOCKS if at.positions_BT.shape[1] % SPAN_BLOCKS == 0 else 1
-        return lax.all_gather(spans(at, blocks), axis)
+        span = spans(at, blocks)
+        for inner in kernel.axes:  # the kernel meets all that its own axes hold
+            span = Span(*(gathered(x, inner, dim=1, tiled=True) for x in span))
+        return Span(*(gathered(x, axis, dim=0, tiled=False) for x in span))
 
     q_span = Span(*(x[:, None, :, :, None] for x in everywhere(q_at)))
     k_span = Span(*(x[None, :, :, None, :] for x in everywhere(k_at)))
-    meet_RR = (spec.relation(q_span, k_span) > EMPTY).any((2, 3, 4))
+    meet_RR = (kernel.spec.relation(q_span, k_span) > EMPTY).any((2, 3, 4))
     rank = jnp.arange(size)
     up_RR = (rank[:, None] - rank) % size  # hops up the ring from the owner of k to q
     up = jnp.where(meet_RR & (2 * up_RR <= size), up_RR, 0).max()
@@ -142,7 +150,7 @@ def reach(spec: Spec, axis: str, q_at: Tokens, k_at: Tokens) -> tuple[Array, Arr
 
 def forward_along(
     kernel: Kernel,
-    axis: str,
+    axis: Axis,
     route: Route,
     q: Array,
     k: Array,
@@ -159,7 +167,7 @@ def forward_along(
         done = []
         for s, q_s, parcel, mine in zip(route.streams, qs, parcels, parts, strict=True):
             k_s, v_s, at = unpack(parcel, s.keys(k), s.keys(v))
-            work = partial(kernel.forward, q_s, k_s, v_s, q_at, at)
+            work = partial(kernel.forward, q_s, k_s, v_s, s.asking(q_at, group), at)
             done.append(where_needed(kernel, route, hop, q_at, at, work, mine))
         return tuple(done)
 
@@ -180,7 +188,7 @@ def forward_along(
 
 def backward_along(
     kernel: Kernel,
-    axis: str,
+    axis: Axis,
     route: Route,
     rows: tuple[Array, Array, Array, Array],
     k: Array,
@@ -200,7 +208,9 @@ def backward_along(
             stats = [s.queries(x, group, axis=1) for x in (lse, delta)]
             q_s, dout_s = s.queries(q, group), s.queries(dout, group)
 
-            work = partial(dkv_of, kernel, (q_s, k_s, v_s, q_at, at, dout_s, *stats))
+            work = partial(
+                dkv_of, kernel, (q_s, k_s, v_s, s.asking(q_at, group), at, dout_s, *stats)
+            )
             nothing = (dq, jnp.zeros((*k_s.shape[:3], width + v.shape[3]), dq.dtype))
             dq, dkv = where_needed(kernel, route, hop, q_at, at, work, nothing)
             new_dqs.append(dq)
@@ -224,16 +234,17 @@ def backward_along(
     parcels, behind, dqs = lax.fori_loop(0, route.hops, body, state)
     dqs, fresh = visit(route.hops, parcels, dqs)
     behind = tuple(map(jnp.add, send(route, behind, axis), fresh))
-    way, left = (1, lax.axis_size(axis) - route.hops) if route.onward else (-1, route.hops)
+    way, left = (1, size_of(axis) - route.hops) if route.onward else (-1, route.hops)
     behind = lax.fori_loop(0, left, lambda _, x: send(route, x, axis, way), behind)
     dkv = joined(behind, 2)
     ours = Grads(joined(dqs, 2), dkv[..., :width], dkv[..., width:])
     return ours if into is None else add_grads(into._replace(dq_BTNH=None), ours)
 
 
-def dkv_of(kernel: Kernel, args: tuple, state: tuple[Array, Array]) -> tuple[Array, Array]:
+def dkv_of(kernel: Kernel, args: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
     """dq added to what is there, and the dk and dv of one block side by side."""
-    dq, dk, dv = kernel.backward(*args, Grads(state[0], None, None))
+    backward: Any = kernel.backward
+    dq, dk, dv = backward(*args, into=Grads(state[0], None, None))
     return dq, jnp.concatenate([dk, dv], axis=-1)
 
 
@@ -247,14 +258,9 @@ def parcels_of(route: Route, k: Array, v: Array, at: Tokens) -> tuple[Array, ...
     return tuple(pack(s.keys(k), s.keys(v), at) for s in route.streams)
 
 
-def send(route: Route, xs: Sequence[Array], axis: str, way: int = 1) -> tuple[Array, ...]:
+def send(route: Route, xs: Sequence[Array], axis: Axis, way: int = 1) -> tuple[Array, ...]:
     """One hop for each stream; way = -1 sends them back."""
-    size = lax.axis_size(axis)
-
-    def hop(x: Array, shift: int) -> Array:
-        return lax.ppermute(x, axis, [(r, (r + shift) % size) for r in range(size)])
-
-    return tuple(hop(x, way * s.shift) for x, s in zip(xs, route.streams, strict=True))
+    return tuple(shifted(x, axis, way * s.shift) for x, s in zip(xs, route.streams, strict=True))
 
 
 def where_needed(
@@ -267,12 +273,10 @@ def where_needed(
     state: Any,
 ) -> Any:
     """work(state), or `state` as it is where no pair meets or another route serves the block."""
-    if not kernel.spec.mask.local:
+    conditions = [] if route.home else [jnp.asarray(hop) > 0]
+    if not kernel.axes:  # what communicates is run by all or by none, and skips by itself
+        meets = kernel.spec.relation(spans(q_at, 1), spans(k_at, 1)) > EMPTY
+        conditions.append(meets.any())
+    if not kernel.spec.mask.local or not conditions:
         return work(state)
-    q_span, k_span = spans(q_at, 1), spans(k_at, 1)
-    meets = (kernel.spec.relation(q_span, k_span) > EMPTY).any()
-    if not route.home:
-        meets = meets & (hop > 0)
-    if kernel.axes:  # a kernel that communicates must be run by all or by none
-        meets = lax.pmax(meets.astype(jnp.int32), kernel.axes) > 0
-    return lax.cond(meets, work, lambda x: x, state)
+    return lax.cond(reduce(jnp.logical_and, conditions), work, lambda x: x, state)

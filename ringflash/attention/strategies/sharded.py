@@ -17,8 +17,11 @@ Axes = tuple[str, ...] | str | None
 def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) -> Kernel:
     """`kernel` under a shard_map over `mesh`: batch, time and heads lie on the mesh axes named."""
     wide, rows = P(batch, time, heads, None), P(batch, heads, time)
-    at = Tokens(P(batch, time), P(batch, time))
     part, grads = Partial(wide, rows), Grads(wide, wide, wide)
+
+    def placed(at: Tokens) -> Tokens:
+        where = Tokens(P(batch, time), P(batch, time), P(heads), P(batch))
+        return Tokens(*(None if x is None else p for x, p in zip(at, where, strict=True)))
 
     def mapped(f: Any, in_specs: tuple, out_specs: Any) -> Any:
         # Every output is computed by whoever holds it, so replication need not be proved.
@@ -28,7 +31,7 @@ def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) 
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
         args: tuple = (q, k, v, q_at, k_at)
-        specs: tuple = (wide, wide, wide, at, at)
+        specs: tuple = (wide, wide, wide, placed(q_at), placed(k_at))
         if carry is not None:
             args, specs = (*args, carry), (*specs, part)
         return mapped(kernel.forward, specs, part)(*args)
@@ -45,7 +48,7 @@ def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) 
         into: Grads | None = None,
     ) -> Grads:
         args: tuple = (q, k, v, q_at, k_at, dout, lse_BNT, delta_BNT)
-        specs: tuple = (wide, wide, wide, at, at, wide, rows, rows)
+        specs: tuple = (*(wide,) * 3, placed(q_at), placed(k_at), wide, rows, rows)
         if into is not None:
             args, specs = (*args, into), (*specs, grads)
         return mapped(kernel.backward, specs, grads)(*args)

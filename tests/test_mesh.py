@@ -1,0 +1,86 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+from ringflash.config import MeshConfig
+from ringflash.mesh import AXES, RULES, extent, make_mesh, put, shardings, spec
+
+PARAMS = ("fsdp", "context")
+
+
+def mesh(data=1, fsdp=2, context=2, tensor=2):
+    return make_mesh(MeshConfig(data, fsdp, context, tensor))
+
+
+def test_an_axis_of_minus_1_takes_what_is_left():
+    assert dict(mesh(data=2, fsdp=1, context=-1, tensor=2).shape) == {
+        "data": 2,
+        "fsdp": 1,
+        "context": 2,
+        "tensor": 2,
+    }
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 3, 1), (1, 1, 4, 1), (2, 2, 2, 2), (3, 1, -1, 1)])
+def test_a_product_that_does_not_match_is_refused(sizes):
+    with pytest.raises(ValueError, match=r"the mesh data=.* takes \d+ devices, found 8"):
+        mesh(*sizes)
+
+
+def test_a_mesh_may_take_some_of_the_devices():
+    chosen = jax.devices()[2:4]
+    found = make_mesh(MeshConfig(1, 1, -1, 1), chosen)
+    assert set(found.devices.flat) == set(chosen)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_names_axes_that_exist_and_none_twice(rule):
+    parts = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES[rule]]
+    used = [axis for part in parts for axis in part]
+    assert set(used) <= set(AXES)
+    assert len(used) == len(set(used))
+    assert len(RULES[rule]) == len(rule.split("_")[-1]), "one entry for each dim of the name"
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "wanted"),
+    [
+        ([DictKey("embedding_VD")], (256, 32), P("tensor", PARAMS)),
+        # A dim that does not divide is left whole, the others are not.
+        ([DictKey("embedding_VD")], (257, 32), P(None, PARAMS)),
+        ([DictKey("embedding_VD")], (256, 6), P("tensor", None)),
+        # Stacked layers are whole; the name stands anywhere on the path.
+        ([DictKey("blocks"), DictKey("down_FD")], (3, 48, 32), P(None, "tensor", PARAMS)),
+        (
+            [SequenceKey(1), GetAttrKey("mu"), DictKey("blocks"), DictKey("q_DNH")],
+            (3, 32, 4, 8),
+            P(None, PARAMS, "tensor", None),
+        ),
+        ([DictKey("scale_D")], (32,), P(None)),
+        ([GetAttrKey("count")], (), P()),
+        ([DictKey("stranger")], (32, 32), P(None, None)),
+    ],
+)
+def test_a_leaf_is_split_by_its_name(path, shape, wanted):
+    assert spec(tuple(path), shape, mesh()) == wanted
+
+
+def test_shardings_hold_for_values():
+    tree = {"q_DNH": np.zeros((32, 4, 8), np.float32), "step": np.int32(0)}
+    placed = jax.device_put(tree, shardings(tree, mesh()))
+    assert {shard.data.shape for shard in placed["q_DNH"].addressable_shards} == {(8, 2, 8)}
+    assert placed["step"].sharding.is_fully_replicated
+
+
+def test_a_batch_is_split_over_rows_and_time():
+    rows = np.arange(4 * 16).reshape(4, 16)
+    (placed,) = put([rows], mesh(data=2, fsdp=2, context=2, tensor=1))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(1, 8)}
+    np.testing.assert_array_equal(placed, rows)
+
+
+def test_extent_counts_devices():
+    assert extent("context", mesh()) == 2
+    assert extent(PARAMS, mesh()) == 4

@@ -1,0 +1,49 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ringflash.step import LossSum, init_state, make_step
+
+X_TD = jnp.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]])
+
+
+def loss_sum(params, mask_T):
+    """A loss of w^2 x for each row that counts."""
+    losses_T = (X_TD * params["w"] ** 2).sum(-1)
+    return LossSum(jnp.where(mask_T, losses_T, 0.0).sum(), mask_T.sum())
+
+
+def step_of(learning_rate=0.5):
+    optimizer = optax.sgd(learning_rate)
+    state = init_state({"w": jnp.array([1.0, 3.0])}, optimizer)
+    return jax.jit(make_step(loss_sum, optimizer)), state
+
+
+def test_the_loss_is_a_sum_over_a_count():
+    step, state = step_of()
+    state, metrics = step(state, jnp.array([True, False, True]))
+    slope = np.array([(1.0 + 0.5) * 2 * 1.0, (2.0 + 4.0) * 2 * 3.0]) / 2
+    wanted = np.array([1.0, 3.0]) - 0.5 * slope
+    assert metrics["train/loss"] == pytest.approx((1.5 + 54.0) / 2)
+    assert metrics["train/grad_norm"] == pytest.approx(np.linalg.norm(slope))
+    assert metrics["train/param_norm"] == pytest.approx(np.linalg.norm(wanted))
+    assert metrics["train/tokens"] == 2
+    np.testing.assert_allclose(state.params["w"], wanted, rtol=1e-6)
+    assert state.step == 1
+
+
+def test_a_batch_of_padding_changes_nothing_and_is_no_nan():
+    step, state = step_of()
+    after, metrics = step(state, jnp.zeros(3, bool))
+    assert (metrics["train/loss"], metrics["train/grad_norm"], metrics["train/tokens"]) == (0, 0, 0)
+    np.testing.assert_array_equal(after.params["w"], state.params["w"])
+    assert after.step == 1
+
+
+def test_parameters_that_overflow_are_seen_in_the_same_step():
+    step, state = step_of(learning_rate=1e38)
+    _, metrics = step(state, jnp.ones(3, bool))
+    assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
+    assert not np.isfinite(metrics["train/param_norm"])

@@ -28,14 +28,14 @@ class Blocks(NamedTuple):
     span: Span  # fields [blocks]
 
 
-def chunked(spec: Spec, *, block_q: int = 256, block_k: int = 256) -> Kernel:
-    """Tiles of block_q queries x block_k keys; lengths need not divide them."""
+def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = 128) -> Kernel:
+    """Tiles of block_q queries (of each head of a group) x block_k keys; lengths need not divide them."""
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
         (_, T, _, H), K = q.shape, k.shape[2]
-        bq, bk = min(block_q, T), min(block_k, k.shape[1])
+        bq, bk = block_q or queries_a_tile(T, q.shape[2] // K), min(block_k, k.shape[1])
         q_blocks = rows_of(q, K, bq) * spec.scale_for(H)
         k_blocks, v_blocks = rows_of(k, K, bk), rows_of(v, K, bk)
         start = None if carry is None else opened(carry, K, bq)
@@ -55,16 +55,25 @@ def chunked(spec: Spec, *, block_q: int = 256, block_k: int = 256) -> Kernel:
         into: Grads | None = None,
     ) -> Grads:
         (_, T, _, H), (_, S, K, _) = q.shape, k.shape
-        bq, bk = min(block_q, T), min(block_k, S)
+        bq, bk = block_q or queries_a_tile(T, q.shape[2] // K), min(block_k, S)
         stats = [rows_of(x.swapaxes(1, 2)[..., None], K, bq) for x in (lse_BNT, delta_BNT)]
         q_side = (rows_of(q, K, bq) * spec.scale_for(H), rows_of(dout, K, bq), *stats)
         k_side = (rows_of(k, K, bk), rows_of(v, K, bk))
-        xs = (q_side, k_side, blocks_of(q_at, bq), blocks_of(k_at, bk))
+        given = None if into is None or into.dq_BTNH is None else rows_of(into.dq_BTNH, K, bq)
+        xs = (q_side, k_side, blocks_of(q_at, bq), blocks_of(k_at, bk), given)
         dq, dk, dv = lax.map(lambda x: backward_row(spec, *x), xs)
-        grads = Grads(unrow(dq, T) * spec.scale_for(H), unrow(dk, S), unrow(dv, S))
-        return add_grads(into, grads)
+        grads = Grads(unrow(dq, T), unrow(dk, S), unrow(dv, S))
+        return add_grads(into if given is None else into._replace(dq_BTNH=None), grads)
 
     return Kernel("chunked", spec, forward, backward)
+
+
+def queries_a_tile(T: int, G: int) -> int:
+    """512 rows a tile over the group: large enough for both cores, small enough for the cache.
+
+    Measured on two cores (docs/log.md). On a short shard an eighth of it, since tiles are memory too.
+    """
+    return min(T, max(128, min(512 // G, T // 8)))
 
 
 def forward_row(
@@ -98,13 +107,20 @@ def forward_row(
 
 
 def backward_row(
-    spec: Spec, q_side: tuple[Array, ...], k_side: tuple[Array, Array], q_at: Blocks, k_at: Blocks
+    spec: Spec,
+    q_side: tuple[Array, ...],
+    k_side: tuple[Array, Array],
+    q_at: Blocks,
+    k_at: Blocks,
+    dq: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """One batch row, in blocks as `forward_row` has them -> dq (before the scale), dk, dv."""
+    """One batch row, in blocks as `forward_row` has them -> dq (added to what is given), dk, dv."""
     q, dout, lse, delta = q_side
+    scale = spec.scale_for(q.shape[-1])
 
     def block(dq: Array, x: tuple[Array, Array, Blocks]) -> tuple[Array, tuple[Array, Array]]:
         k_K1SH, v_K1SH, at = x
+        scaled_k_K1SH = k_K1SH * scale  # q has the scale already, for the scores and for dk
 
         def step(i: Array, state: tuple[Array, Array, Array], masked: bool) -> tuple:
             dq, dk, dv = state
@@ -116,13 +132,14 @@ def backward_row(
             ds = p * (dp - delta[i]) * cap_slope(cap, spec)
             dv = dv + gathered(dropped(p, spec, here, at.at), dout[i])
             dk = dk + gathered(ds, q[i])
-            return dq.at[i].add(mixed(ds, k_K1SH)), dk, dv
+            return dq.at[i].add(mixed(ds, scaled_k_K1SH)), dk, dv
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k_K1SH, v_K1SH)]
         dq, dk, dv = over(spec.relation(q_at.span, at.span), step, (dq, *zeros))
         return dq, (dk, dv)
 
-    dq, (dk, dv) = lax.scan(block, jnp.zeros(q.shape, jnp.float32), (*k_side, k_at))
+    start = jnp.zeros(q.shape, jnp.float32) if dq is None else dq
+    dq, (dk, dv) = lax.scan(block, start, (*k_side, k_at))
     return dq, dk, dv
 
 

@@ -221,7 +221,7 @@ def backward_along(
         parcels, behind, dqs = state
         moved, arrived = send(route, parcels, axis), send(route, behind, axis)
         dqs, fresh = visit(hop, parcels, dqs)
-        moved, arrived, dqs, fresh = lax.optimization_barrier((moved, arrived, dqs, fresh))
+        moved, dqs = lax.optimization_barrier((moved, dqs))
         return moved, tuple(map(jnp.add, arrived, fresh)), dqs
 
     sums = jnp.promote_types(q.dtype, jnp.float32)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringflash.attention import LAYOUTS, Axes, Causal, Tokens, attend
+from ringflash.attention import Axes, Causal, Tokens, attend, order_rows
 from ringflash.config import Config
 from ringflash.data.batch import Batch
 from ringflash.data.pipeline import EvalRows, Pipeline, eval_batches, train_pipeline
@@ -86,7 +86,12 @@ def make_data(config: Config, mesh: Mesh) -> tuple[Pipeline, EvalRows]:
     tokenizer = make_tokenizer(config.data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     train, held_out = split(make_source(config.data.source), config.data.held_out_percent)
-    order_T = LAYOUTS[config.attention.layout](config.seq_len, mesh.shape["context"])
+    shards = mesh.shape["context"]
+
+    def order(batch: Batch) -> np.ndarray:
+        layout = config.attention.layout
+        return order_rows(layout, batch.positions_BT, batch.segment_ids_BT, shards)
+
     train_data = train_pipeline(
         train,
         tokenizer,
@@ -94,7 +99,7 @@ def make_data(config: Config, mesh: Mesh) -> tuple[Pipeline, EvalRows]:
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         epochs=config.data.epochs,
-        order_T=order_T,
+        order=order,
     )
     eval_rows = eval_batches(
         held_out,
@@ -102,7 +107,7 @@ def make_data(config: Config, mesh: Mesh) -> tuple[Pipeline, EvalRows]:
         seq_len=config.seq_len,
         batch_size=extent(BATCH_AXES, mesh),
         documents=config.eval.documents,
-        order_T=order_T,
+        order=order,
     )
     return train_data, eval_rows
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringflash.attention.dispatch import check_strategy, parse
+from ringflash.attention.strategies.ulysses import key_copies
 from ringflash.data.tokenizers import TOKENIZERS
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -141,7 +143,25 @@ def _schedule(warmup: int, decay: int) -> str | None:
     return None if warmup < decay else "wanted warmup_steps below decay_steps"
 
 
+def _strategy(spelling: str, context: int, heads: int, kv_heads: int, tensor: int) -> str | None:
+    """The parts make up the context axis, and Ulysses can share the heads out."""
+    if heads % tensor or kv_heads % tensor or heads % kv_heads:
+        return None  # told by itself
+    try:
+        check_strategy(spelling, context)
+        for name, size in parse(spelling):
+            if name == "ulysses":
+                key_copies(heads // tensor, kv_heads // tensor, size or context)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 COMBINATIONS = (
+    Combination(
+        ("attention.strategy", "mesh.context", "model.heads", "model.kv_heads", "mesh.tensor"),
+        _strategy,
+    ),
     Combination(("model.heads", "model.kv_heads"), _multiple("kv_heads")),
     Combination(("model.heads", "mesh.tensor"), _multiple("tensor")),
     Combination(("model.kv_heads", "mesh.tensor"), _multiple("tensor")),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringflash.attention.dispatch import KERNELS, LAYOUTS, STRATEGIES
+from ringflash.attention.dispatch import KERNELS, LAYOUTS, ROW_LAYOUTS, STRATEGIES, parse
 from ringflash.data.sources import SOURCES
 from ringflash.data.tokenizers import TOKENIZERS
 from ringflash.model.presets import PRESETS, REMAT
@@ -54,6 +54,14 @@ def _is_source(value: str) -> bool:
     return name in SOURCES and bool(argument) == (name != "stdlib")
 
 
+def _is_strategy(value: str) -> bool:
+    try:
+        parse(value)
+    except ValueError:
+        return False
+    return True
+
+
 RULES: Mapping[str, Rule] = {
     "seed": between(0, 2**31 - 1),
     "steps": at_least(1),
@@ -76,8 +84,11 @@ RULES: Mapping[str, Rule] = {
     "model.param_dtype": DTYPE,
     "model.remat": one_of(REMAT),
     "attention.kernel": one_of(["auto", *KERNELS]),
-    "attention.strategy": one_of(STRATEGIES),
-    "attention.layout": one_of(LAYOUTS),
+    "attention.strategy": Rule(
+        f"one of {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",
+        _is_strategy,
+    ),
+    "attention.layout": one_of([*LAYOUTS, *ROW_LAYOUTS]),
     "mesh.data": AXIS,
     "mesh.fsdp": AXIS,
     "mesh.context": AXIS,

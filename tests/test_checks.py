@@ -69,7 +69,7 @@ def test_every_leaf_has_a_rule():
         ("model.remat=some", r"remat = 'some' .*one of .*none"),
         ("attention.kernel=flush", r"kernel = 'flush' .*one of auto, chunked, .*reference"),
         ("attention.strategy=rings", r"strategy = 'rings' .*one of all_gather, ring"),
-        ("attention.layout=zigzig", r"layout = 'zigzig' .*one of contiguous, striped, zigzag"),
+        ("attention.layout=zigzig", r"layout = 'zigzig' .*one of balanced, contiguous, striped, zigzag"),
         ("data.source=web", r"source = 'web' .*stdlib or files:GLOB"),
         ("data.source=files", r"source = 'files' .*stdlib or files:GLOB"),
         ("data.source=stdlib:x", r"source = 'stdlib:x' .*stdlib or files:GLOB"),
@@ -227,6 +227,15 @@ def test_a_workdir_below_a_file_is_refused(tmp_path):
     fault = checks.workdir_fault(str(tmp_path / "file" / "run"))
     assert fault is not None
     assert f"{tmp_path / 'file'} is no folder" in fault
+
+
+def test_a_workdir_that_holds_another_users_files_is_refused(tmp_path, monkeypatch):
+    """Root may write anything, so the answer is made up."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert checks.workdir_fault(str(tmp_path)) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "metrics.jsonl")
+    fault = checks.workdir_fault(str(tmp_path))
+    assert fault == f"--workdir={tmp_path}: {tmp_path}/metrics.jsonl cannot be written"
 
 
 def test_looking_at_a_workdir_makes_nothing(tmp_path):

@@ -173,6 +173,7 @@ def test_a_stop_has_its_exit_code(
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: stop}))
     monkeypatch.setattr(startup, "prepare", lambda config: None)
     monkeypatch.chdir(tmp_path)
+    Path("run/checkpoints").mkdir(parents=True)
     arguments = [verb, f"--config={QUICKSTART}", "--workdir=run", "--config.steps=7"]
     assert told(capsys, *arguments, code=code) == line
 
@@ -186,6 +187,12 @@ def test_an_unexpected_exception_is_not_hidden(monkeypatch, tmp_path):
     monkeypatch.setattr(startup, "prepare", lambda config: None)
     with pytest.raises(RuntimeError, match="ours"):
         cli.main(["train", f"--config={QUICKSTART}", f"--workdir={tmp_path}/run"])
+
+
+def test_eval_of_a_workdir_that_holds_nothing_makes_nothing(capsys, tmp_path):
+    (line,) = told(capsys, "eval", f"--config={QUICKSTART}", f"--workdir={tmp_path}/run")
+    assert line == f"--workdir={tmp_path}/run: holds no checkpoint to evaluate"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):

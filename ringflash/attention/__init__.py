@@ -4,7 +4,15 @@ A library of its own: it imports nothing else of ringflash. Start with `attend`;
 """
 
 from ringflash.attention.attend import Axes, attend
-from ringflash.attention.dispatch import KERNELS, LAYOUTS, STRATEGIES, make_kernel, make_strategy
+from ringflash.attention.dispatch import (
+    KERNELS,
+    LAYOUTS,
+    ROW_LAYOUTS,
+    STRATEGIES,
+    make_kernel,
+    make_strategy,
+    order_rows,
+)
 from ringflash.attention.kernel import (
     FLOOR,
     Grads,
@@ -39,6 +47,7 @@ __all__ = [
     "LAYOUTS",
     "PADDING",
     "PARTIAL",
+    "ROW_LAYOUTS",
     "STRATEGIES",
     "Axes",
     "Causal",
@@ -60,4 +69,5 @@ __all__ = [
     "make_kernel",
     "make_strategy",
     "merge",
+    "order_rows",
 ]

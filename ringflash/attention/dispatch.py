@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ringflash.attention.axis import Factor
 from ringflash.attention.kernel import Kernel, Request, Spec
 from ringflash.attention.kernels.chunked import chunked
 from ringflash.attention.kernels.reference import reference
-from ringflash.attention.layout import Layout, contiguous, striped, zigzag
+from ringflash.attention.layout import Layout, RowLayout, balanced, contiguous, striped, zigzag
 from ringflash.attention.strategies.all_gather import all_gather
 from ringflash.attention.strategies.ring import ring
 from ringflash.attention.strategies.ulysses import ulysses
@@ -27,6 +29,7 @@ Strategy = Callable[[Kernel, Any], Kernel]  # the axis: a name, or a tuple of na
 KERNELS: dict[str, Callable[[Spec], Kernel]] = {"chunked": chunked, "reference": reference}
 STRATEGIES: dict[str, Strategy] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+ROW_LAYOUTS: dict[str, RowLayout] = {"balanced": balanced}
 AUTO = ("chunked",)  # in the order of preference; `reference` is never taken unasked
 
 
@@ -48,6 +51,17 @@ def make_kernel(name: str, request: Request) -> Kernel:
         reasons[candidate] = reason
     told = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
     raise ValueError(f"no attention kernel can serve {request}: {told}")
+
+
+def order_rows(
+    layout: str, positions_BT: np.ndarray, segment_ids_BT: np.ndarray, shards: int
+) -> np.ndarray:
+    """The order of each row's tokens, [B, T], under the layout of that name."""
+    if layout in LAYOUTS:
+        order_T = LAYOUTS[layout](positions_BT.shape[1], shards)
+        return np.broadcast_to(order_T, positions_BT.shape)
+    rows = zip(positions_BT, segment_ids_BT, strict=True)
+    return np.stack([ROW_LAYOUTS[layout](p, s, shards) for p, s in rows])
 
 
 def make_strategy(spelling: str) -> Strategy:

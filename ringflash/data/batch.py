@@ -35,9 +35,13 @@ class Batch:
     loss_mask_BT: Array
 
 
-def reorder(batch: Batch, order_T: np.ndarray) -> Batch:
-    """Apply one order of tokens to every array alike: new[:, t] = old[:, order_T[t]]."""
-    return jax.tree.map(lambda array: array.take(order_T, axis=1), batch)
+def reorder(batch: Batch, order: np.ndarray) -> Batch:
+    """Put every array of a host batch in the same order of tokens.
+
+    order [T], or [B, T] where each row has its own: new[b, t] = old[b, order[b, t]].
+    """
+    order_BT = np.broadcast_to(order, batch.tokens_BT.shape)
+    return jax.tree.map(lambda array: np.take_along_axis(array, order_BT, axis=1), batch)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

@@ -5,7 +5,7 @@ Batches are NumPy arrays of the whole batch; who owns which rows is said by a me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from ringflash.data.packing import FramedDocuments, PackedRows
 from ringflash.data.sources import DataError, Source, hash_name
 from ringflash.data.tokenizers import Tokenizer
 
+# The order [B, T] in which a batch's tokens are handed out: the layout's.
+Order = Callable[[Batch], np.ndarray]
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
@@ -74,20 +76,19 @@ def train_pipeline(
     global_batch_size: int,
     seed: int,
     epochs: int,
-    order_T: np.ndarray,
+    order: Order,
 ) -> Pipeline:
     """Packed rows of all documents, `epochs` times over (0: without end), in layout order.
 
-    The last batch is filled with padding rows. `order_T` is no part of the fingerprint: a run may
+    The last batch is filled with padding rows. `order` is no part of the fingerprint: a run may
     go on under another layout.
     """
-    _check_order(order_T, seq_len=seq_len)
     documents = FramedDocuments(source, tokenizer)
     rows = PackedRows(documents, seq_len=seq_len, seed=seed, epochs=epochs)
     batches = (
         grain.MapDataset.source(rows)
         .batch(global_batch_size, batch_fn=partial(_stack, batch_size=global_batch_size))
-        .map(partial(reorder, order_T=order_T))
+        .map(lambda batch: reorder(batch, checked(order, batch)))
     )
     fingerprint = {
         "source": source.fingerprint,
@@ -124,7 +125,7 @@ def eval_batches(
     seq_len: int,
     batch_size: int,
     documents: int,
-    order_T: np.ndarray,
+    order: Order,
 ) -> EvalRows:
     """The longest documents, one a row, in layout order; all of them if there are fewer.
 
@@ -132,7 +133,6 @@ def eval_batches(
     them has a target, for BOS stands before the first; EOS is neither fed nor scored. Documents
     that fill a row are alike in length; the hash of the name decides between them.
     """
-    _check_order(order_T, seq_len=seq_len)
     framed = FramedDocuments(source, tokenizer)
     filled = np.minimum(framed.lengths - 2, seq_len)
     chosen = sorted(range(len(source)), key=lambda i: (-filled[i], hash_name(source.names[i])))
@@ -143,7 +143,8 @@ def eval_batches(
         for i, text in zip(chosen, texts, strict=True)
     ]
     groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    batches = [reorder(_stack(group, batch_size=batch_size), order_T) for group in groups]
+    whole = [_stack(group, batch_size=batch_size) for group in groups]
+    batches = [reorder(batch, checked(order, batch)) for batch in whole]
     return EvalRows(
         batches=batches,
         document_names=tuple(source.names[i] for i in chosen),
@@ -160,7 +161,10 @@ def _stack(rows: Sequence[Batch], *, batch_size: int) -> Batch:
     return concatenate([*rows, padding_rows(missing, seq_len=rows[0].tokens_BT.shape[1])])
 
 
-def _check_order(order_T: np.ndarray, *, seq_len: int) -> None:
-    assert np.array_equal(np.sort(order_T), np.arange(seq_len)), (
-        f"order_T must be a permutation of 0..{seq_len - 1}"
-    )
+def checked(order: Order, batch: Batch) -> np.ndarray:
+    """The order of this batch, which must hold each token of a row once."""
+    order_BT = order(batch)
+    assert np.array_equal(
+        np.sort(order_BT, axis=1), np.broadcast_to(np.arange(order_BT.shape[1]), order_BT.shape)
+    ), f"an order must be a permutation of 0..{order_BT.shape[1] - 1}"
+    return order_BT

@@ -34,7 +34,7 @@ class Score:
     def perplexity(self) -> float:
         """exp(nats / targets); infinite where that overflows."""
         mean = self.nats / self.targets
-        return math.exp(mean) if mean < 700 else math.inf
+        return math.inf if mean > 700 else math.exp(mean)
 
     @property
     def bits_per_byte(self) -> float:

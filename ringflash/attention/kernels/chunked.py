@@ -59,11 +59,13 @@ def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = 128) -> Ke
         stats = [rows_of(x.swapaxes(1, 2)[..., None], K, bq) for x in (lse_BNT, delta_BNT)]
         q_side = (rows_of(q, K, bq) * spec.scale_for(H), rows_of(dout, K, bq), *stats)
         k_side = (rows_of(k, K, bk), rows_of(v, K, bk))
-        given = None if into is None or into.dq_BTNH is None else rows_of(into.dq_BTNH, K, bq)
+        given = None
+        if into is not None and into.dq_BTNH is not None:  # dq goes on from there, in the loop
+            given, into = rows_of(into.dq_BTNH, K, bq), into._replace(dq_BTNH=None)
         xs = (q_side, k_side, blocks_of(q_at, bq), blocks_of(k_at, bk), given)
         dq, dk, dv = lax.map(lambda x: backward_row(spec, *x), xs)
         grads = Grads(unrow(dq, T), unrow(dk, S), unrow(dv, S))
-        return add_grads(into if given is None else into._replace(dq_BTNH=None), grads)
+        return add_grads(into, grads)
 
     return Kernel("chunked", spec, forward, backward)
 
@@ -112,7 +114,7 @@ def backward_row(
     k_side: tuple[Array, Array],
     q_at: Blocks,
     k_at: Blocks,
-    dq: Array | None,
+    into: Array | None,
 ) -> tuple[Array, Array, Array]:
     """One batch row, in blocks as `forward_row` has them -> dq (added to what is given), dk, dv."""
     q, dout, lse, delta = q_side
@@ -138,7 +140,7 @@ def backward_row(
         dq, dk, dv = over(spec.relation(q_at.span, at.span), step, (dq, *zeros))
         return dq, (dk, dv)
 
-    start = jnp.zeros(q.shape, jnp.float32) if dq is None else dq
+    start = jnp.zeros(q.shape, jnp.float32) if into is None else into
     dq, (dk, dv) = lax.scan(block, start, (*k_side, k_at))
     return dq, dk, dv
 

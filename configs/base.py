@@ -39,14 +39,12 @@ def get_config() -> ConfigDict:
     config.model.tied_embeddings = True  # output projection is the embedding transposed; a bool
     config.model.dtype = "bfloat16"  # of activations and matmuls: float32 or bfloat16
     config.model.param_dtype = "float32"  # of parameters and optimizer state: float32 or bfloat16
-    config.model.remat = (
-        "none"  # the backward recomputes: none, all but attention, or the full layer
-    )
+    config.model.remat = "none"  # backward recomputes: none, all but the attention, or full
 
     config.attention = ConfigDict(type_safe=False)
     config.attention.kernel = "auto"  # runs on one shard: auto, or a key of dispatch.KERNELS
-    config.attention.strategy = "ring"  # how shards meet: a key of dispatch.STRATEGIES
-    config.attention.layout = "zigzag"  # tokens over shards: a key of dispatch.LAYOUTS
+    config.attention.strategy = "ring"  # how shards meet: dispatch.STRATEGIES, or ulysses:2*ring:4
+    config.attention.layout = "zigzag"  # tokens over shards: dispatch.LAYOUTS or ROW_LAYOUTS
 
     config.mesh = ConfigDict(type_safe=False)
     config.mesh.data = 1  # devices that share the batch and copy the model; at least 1, or -1

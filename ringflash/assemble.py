@@ -165,6 +165,15 @@ def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Ba
     return LossSum(total, batch.loss_mask_BT.sum())
 
 
+def batch_losses(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> Array:
+    """The loss of each target in nats, [B, T]."""
+    model = restore_model(graph, params, mesh)
+    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+    return token_losses(
+        x_BTD, model.unembedding(), batch.targets_BT, chunk=chunk, mesh=mesh, axes=BATCH
+    )
+
+
 def make_score(
     config: Config, graph: nnx.GraphDef, mesh: Mesh, rows: EvalRows
 ) -> Callable[[Any], list[perplexity.Score]]:
@@ -173,16 +182,7 @@ def make_score(
 
     @jax.jit
     def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
-        model = restore_model(graph, params, mesh)
-        x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
-        losses_BT = token_losses(
-            x_BTD,
-            model.unembedding(),
-            batch.targets_BT,
-            chunk=config.loss.chunk,
-            mesh=mesh,
-            axes=BATCH,
-        )
+        losses_BT = batch_losses(graph, config.loss.chunk, mesh, params, batch)
         return perplexity.bucket_sums(
             losses_BT, batch.positions_BT, batch.loss_mask_BT, bytes_BT, bounds
         )

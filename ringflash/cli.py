@@ -5,6 +5,7 @@ Everything that is wrong is told before anything heavy is imported and before a 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -14,31 +15,38 @@ from pathlib import Path
 
 import ringflash
 from ringflash import checks, config_file, exits, startup
-from ringflash.config import origins, override, resolve, with_origins
+from ringflash.bench import options as bench_options
+from ringflash.config import MeshConfig, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
+from ringflash.observe.table import table
 
 USAGE = "ringflash VERB --config=FILE.py[:ARG] --workdir=DIR [--config.KEY=VALUE ...]"
 VERBS = {
     "train": "Train, or go on from what the workdir holds; ends with an evaluation.",
     "eval": "Evaluate the newest checkpoint of the workdir on held-out documents.",
+    "check": "Compute one batch in many ways (mesh, strategy, layout, ...) that must agree.",
     "show-config": "Print every value of the configuration and where it comes from.",
 }
+TOOLS = {"bench": "Time attention beside that of others; takes no configuration."}
+NEED_WORKDIR = ("train", "eval")
 HELP = f"""usage: {USAGE}
 
-{chr(10).join(f"  {verb:<12} {what}" for verb, what in VERBS.items())}
+{chr(10).join(f"  {verb:<12} {what}" for verb, what in {**VERBS, **TOOLS}.items())}
 
   --config=FILE.py[:ARG]  the configuration; ARG is handed to its get_config()
-  --workdir=DIR           where the run keeps its files (not for show-config)
+  --workdir=DIR           where the run keeps its files (not for check and show-config)
   --config.KEY=VALUE      change one value, such as --config.steps=200
   --version, --help
 
-Exit codes: 0 done; 3 wrong configuration or arguments; 4 data broken or at its end;
+Exit codes: 0 done; 1 check failed; 3 wrong configuration or arguments; 4 data broken or at its end;
 5 diverged; 42 preempted and saved: start the same command again.
 """
 VERB_HELP = {
     "train": """Writes config.json, metrics.jsonl, tensorboard/ and checkpoints/ into DIR.
 The same command goes on where it was; Ctrl-C or SIGTERM saves and exits with 42.""",
     "eval": "Writes its results into DIR/eval/.",
+    "check": """Needs no --workdir. Prints how far loss and gradients of each way are from the
+config's own, and probes for leaks between documents; exits with 1 if a way is too far.""",
     "show-config": "Needs no --workdir. The comments in configs/base.py say what each key means.",
 }
 
@@ -75,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] in TOOLS:
+        # Nothing else needs it.
+        from ringflash.bench.run import run
+
+        run(_joined(arguments[1:]), table)
+        return
     command = parse(arguments)
     file = _check(command)
     sources = origins(file, command.overrides)
@@ -82,6 +96,13 @@ def _run(arguments: Sequence[str]) -> None:
     if command.verb == "show-config":
         for key, leaf in with_origins(config, sources).items():
             print(f"{key:<28} {leaf['value']!r:<14} {leaf['from']}")
+        return
+    if command.verb == "check":
+        startup.prepare(dataclasses.replace(config, mesh=MeshConfig(-1, 1, 1, 1)))
+        # Flax, optax, orbax and grain take seconds to import: only once nothing is wrong.
+        from ringflash.check import check
+
+        check(config)
         return
     workdir = Path(os.path.abspath(command.workdir))
     if command.verb == "eval" and not (workdir / "checkpoints").is_dir():
@@ -91,7 +112,7 @@ def _run(arguments: Sequence[str]) -> None:
         raise ConfigFault(unwritable)
     startup.prepare(config)
     if command.verb == "train":
-        # Flax, optax, orbax and grain take seconds to import: only once nothing is wrong.
+        # As above.
         from ringflash.train import train
 
         train(config, workdir, sources=sources)
@@ -120,7 +141,7 @@ def _check(command: Command) -> config_file.ConfigFile:
             overrides=command.overrides,
             platform=startup.platform(),
         )
-    if command.workdir and command.verb != "show-config":
+    if command.workdir and command.verb in NEED_WORKDIR:
         faults += filter(None, [checks.workdir_fault(command.workdir)])
     if faults or file is None:
         raise ConfigFault(*faults)
@@ -139,7 +160,7 @@ def parse(arguments: Sequence[str]) -> Command:
         _take(argument, command)
     if not command.config:
         command.faults.append("--config is missing: wanted --config=FILE.py")
-    if not command.workdir and command.verb != "show-config":
+    if not command.workdir and command.verb in NEED_WORKDIR:
         command.faults.append("--workdir is missing: wanted --workdir=DIR")
     return command
 
@@ -190,14 +211,17 @@ def _meant(argument: str) -> str:
 def _verb_fault(verb: str) -> str:
     if not verb:
         return f"no verb: wanted one of {', '.join(VERBS)}, as in {USAGE}"
-    return f"{verb}: unknown verb; nearest: {checks.nearest(verb, VERBS)}; all: {', '.join(VERBS)}"
+    known = [*VERBS, *TOOLS]
+    return f"{verb}: unknown verb; nearest: {checks.nearest(verb, known)}; all: {', '.join(known)}"
 
 
 def _help(verb: str) -> str:
+    if verb in TOOLS:
+        return bench_options.HELP
     if verb not in VERBS:
         return HELP
     usage = USAGE.replace("VERB", verb)
-    if verb == "show-config":
+    if verb not in NEED_WORKDIR:
         usage = usage.replace(" --workdir=DIR", "")
     return f"usage: {usage}\n\n{VERBS[verb]}\n{VERB_HELP[verb]}\n"
 

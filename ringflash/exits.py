@@ -7,6 +7,7 @@ fault of ours: it shows its traceback and ends in 1.
 from __future__ import annotations
 
 DONE = 0
+UNEQUAL = 1
 CONFIG_FAULT = 3
 DATA_FAULT = 4
 DIVERGED = 5
@@ -47,3 +48,9 @@ class Preempted(Stop):
     """Asked to stop; what was done is saved. Start the same command again."""
 
     code = PREEMPTED
+
+
+class Unequal(Stop):
+    """`ringflash check` found two ways that ought to agree, and do not."""
+
+    code = UNEQUAL

@@ -27,6 +27,7 @@ CASES = {
     for layout in ("zigzag", "contiguous")[: 2 if mesh.isdecimal() else 1]
 }
 CASES["8, striped"] = {"attention__layout": "striped"}
+CASES["8, balanced"] = {"attention__layout": "balanced"}
 CASES["8, all_gather"] = {"attention__strategy": "all_gather"}
 
 GOLDEN = {
@@ -71,6 +72,16 @@ def test_the_rows_are_what_is_hard_to_split(source):
     across = shards[:, 1:, 0] == shards[:, :-1, -1]
     assert inside.any()
     assert across.any()
+
+
+def test_the_layout_is_of_the_data(source):
+    straight, zigzag = (
+        next(tiny_parts(source, attention__layout=layout).train_data)
+        for layout in ("contiguous", "zigzag")
+    )
+    wanted = reorder(straight, LAYOUTS["zigzag"](64, 8))
+    assert not np.array_equal(zigzag.tokens_BT, straight.tokens_BT)
+    jax.tree.map(np.testing.assert_array_equal, zigzag, wanted)
 
 
 @pytest.mark.parametrize("case", CASES)

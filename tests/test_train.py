@@ -266,7 +266,7 @@ def test_other_documents_are_refused(uncut, tmp_path):
     assert contents(uncut) == before
 
 
-def test_data_that_ends_is_told_and_what_was_done_is_saved(source, tmp_path, uncut):
+def test_data_that_ends_is_told_and_what_was_done_is_saved(source, tmp_path, uncut, capsys):
     workdir = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(
@@ -276,6 +276,7 @@ def test_data_that_ends_is_told_and_what_was_done_is_saved(source, tmp_path, unc
         last = max(records(workdir, "train/loss"))
         assert STEPS < last == saved(workdir)[-1]
         assert f"step {last} is saved" in str(stop.value)
+        assert "already saved" not in capsys.readouterr().err
         assert stop.value.code == 4
     found = records(workdir, "train/loss")
     wanted = records(uncut, "train/loss")

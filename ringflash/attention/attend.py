@@ -170,8 +170,10 @@ def padded(x: Array, at: Tokens, shards: int) -> tuple[Array, Tokens]:
     if not more:
         return x, at
     rows = ((0, 0), (0, more))
+    # XLA's partitioner takes two pads of one array for the same, whatever they pad with (jaxlib 0.10.2),
+    # and both fields may be one array. So both are padded with 0.
     at = at._replace(
         positions_BT=jnp.pad(at.positions_BT, rows),
-        segment_ids_BT=jnp.pad(at.segment_ids_BT, rows, constant_values=PADDING),
+        segment_ids_BT=jnp.pad(at.segment_ids_BT - PADDING, rows) + PADDING,
     )
     return jnp.pad(x, (*rows, (0, 0), (0, 0))), at

@@ -17,6 +17,7 @@ from ringflash.attention.axis import Factor
 from ringflash.attention.kernel import Kernel, Request, Spec
 from ringflash.attention.kernels.chunked import chunked
 from ringflash.attention.kernels.reference import reference
+from ringflash.attention.kernels.upstream import REFUSED, splash
 from ringflash.attention.layout import Layout, RowLayout, balanced, contiguous, striped, zigzag
 from ringflash.attention.strategies.all_gather import all_gather
 from ringflash.attention.strategies.ring import ring
@@ -27,10 +28,12 @@ log = logging.getLogger(__name__)
 Strategy = Callable[[Kernel, Any], Kernel]  # the axis: a name, or a tuple of names
 
 KERNELS: dict[str, Callable[[Spec], Kernel]] = {"chunked": chunked, "reference": reference}
+UPSTREAM: dict[str, Callable[[Spec], Kernel]] = {"splash": splash}  # each for its own platform
 STRATEGIES: dict[str, Strategy] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 ROW_LAYOUTS: dict[str, RowLayout] = {"balanced": balanced}
-AUTO = ("chunked",)  # in the order of preference; `reference` is never taken unasked
+# In the order of preference; elsewhere it is `chunked`. `reference` is never taken unasked.
+AUTO = {"tpu": ("splash", "chunked")}
 
 
 def make_kernel(name: str, request: Request) -> Kernel:
@@ -38,11 +41,14 @@ def make_kernel(name: str, request: Request) -> Kernel:
 
     Raises ValueError with every candidate's reason where none serves, and for an unknown name.
     """
-    if name != "auto" and name not in KERNELS:
-        raise ValueError(f"attention kernel {name!r} is unknown; known: auto, {', '.join(KERNELS)}")
+    makers = {**KERNELS, **UPSTREAM}
+    if name in REFUSED:
+        raise ValueError(f"attention kernel {name} cannot serve: {REFUSED[name]}")
+    if name != "auto" and name not in makers:
+        raise ValueError(f"attention kernel {name!r} is unknown; known: auto, {', '.join(makers)}")
     reasons: dict[str, str] = {}
-    for candidate in AUTO if name == "auto" else (name,):
-        kernel = KERNELS[candidate](request.spec)
+    for candidate in AUTO.get(request.platform, ("chunked",)) if name == "auto" else (name,):
+        kernel = makers[candidate](request.spec)
         reason = kernel.unsupported(request)
         if reason is None:
             if name == "auto":

@@ -84,3 +84,19 @@ def label_row(pieces: Iterable[Piece], *, seq_len: int) -> Batch:
         start = stop
     row = Batch(tokens_T, targets_T, positions_T, segment_ids_T, loss_mask_T)
     return jax.tree.map(lambda array: array[np.newaxis], row)
+
+
+def unpacked(batch: Batch) -> Batch:
+    """The documents of a host batch, one a row, each where it lay; all else of a row is padding."""
+    rows = []
+    for row in range(len(batch.tokens_BT)):
+        for segment in np.unique(batch.segment_ids_BT[row]):
+            if segment >= 0:
+                here_T = batch.segment_ids_BT[row] == segment
+                empty = padding_rows(1, seq_len=len(here_T))
+                rows.append(
+                    jax.tree.map(
+                        lambda x, pad, r=row, m=here_T: np.where(m, x[r], pad), batch, empty
+                    )
+                )
+    return concatenate(rows)

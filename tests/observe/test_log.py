@@ -21,11 +21,10 @@ def test_everything_goes_to_the_file_and_warnings_to_the_terminal(tmp_path, caps
 
 def test_it_appends_and_puts_everything_back(tmp_path):
     logger = logging.getLogger("ringflash")
-    before = (logger.level, logger.propagate, list(logger.handlers))
     for text in ("one", "two"):
         with logged(tmp_path / "log.txt"):
             logger.info(text)
     logger.info("three")
-    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+    assert (logger.level, logger.propagate, logger.handlers) == (logging.NOTSET, True, [])
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(": ")[1] for line in lines] == ["one", "two"]

@@ -1,0 +1,26 @@
+"""The verb `bench`: measures, and shows each table as soon as it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringflash.bench import attention
+from ringflash.bench.options import parse
+
+
+def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
+    """Measure what the arguments ask for; `show(title, rows, header=...)` prints a table for a person.
+
+    Raises ConfigFault for arguments that are wrong, before a device is touched.
+    """
+    options = parse(arguments)
+    attention.prepare(options)
+    for table in attention.measured(options):
+        if options.json:
+            print(json.dumps({"title": table.title, "records": table.records}), flush=True)
+        elif table.rows:
+            show(table.title, table.rows, header=table.header)
+        else:
+            print(table.title, flush=True)

@@ -272,7 +272,7 @@ def test_data_that_ends_is_told_and_what_was_done_is_saved(source, tmp_path, unc
         with pytest.raises(
             DataFault, match=r"ended after step \d+ of 99: raise data.epochs"
         ) as stop:
-            start(workdir, source, steps=99, data__epochs=1)
+            start(workdir, source, steps=99, data__epochs=1, checkpoint__every=0)
         last = max(records(workdir, "train/loss"))
         assert STEPS < last == saved(workdir)[-1]
         assert f"step {last} is saved" in str(stop.value)
@@ -293,7 +293,7 @@ def test_documents_that_vanish_are_told_and_what_was_done_is_saved(tmp_path, mon
 
     monkeypatch.setattr(module, "update", update)
     with pytest.raises(DataFault, match=r"cannot read document .*; step \d+ is saved") as stop:
-        start(tmp_path / "run", source, steps=99)
+        start(tmp_path / "run", source, steps=99, checkpoint__every=0)
     assert stop.value.code == 4
     assert 2 < saved(tmp_path / "run")[-1] == max(records(tmp_path / "run", "train/loss"))
 

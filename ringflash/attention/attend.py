@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy
 from ringflash.attention.kernel import Bias, Kernel, Request, Spec, check_shapes, differentiable
 from ringflash.attention.mask import PADDING, Causal, Mask, Segments, Tokens
-from ringflash.attention.strategies.sharded import sharded
+from ringflash.attention.strategies.sharded import laid, sharded
 
 Array = jax.Array
 
@@ -85,8 +86,13 @@ def attend(
     q, q_at = padded(q_BTNH, q_at, shards)
     k, k_tokens = padded(k_BSKH, kv_at, shards)
     v, _ = padded(v_BSKH, kv_at, shards)
+    q, k, v = (laid(x, mesh, P(*axes)) for x in (q, k, v))
     out, lse = differentiable(local)(q, k, v, q_at, k_tokens, sinks_N)
-    return (out[:, :T], lse[..., :T]) if return_lse else out[:, :T]
+    if q.shape[1] > T:  # what is left need not divide over the time axes
+        batch, _, heads = axes
+        out, lse = laid(out, mesh, P(batch, None, heads)), laid(lse, mesh, P(batch, heads))
+        out, lse = out[:, :T], lse[..., :T]
+    return (out, lse) if return_lse else out
 
 
 def spread(local: Kernel, strategy: str | Strategy, mesh: Any, axes: Axes) -> Kernel:

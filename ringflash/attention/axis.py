@@ -67,3 +67,26 @@ def sum_scattered(x: Array, axis: Axis, *, dim: int) -> Array:
     """The sum over the devices, each keeping its part of `dim`."""
     name, sets = groups(axis)
     return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True, axis_index_groups=sets)
+
+
+def alike(x: Any, *others: Any) -> Any:
+    """The arrays of `x`, typed as varying where any of `others` does: as a loop must start in a shard_map
+    with check_vma."""
+    axes = varying(others)
+
+    def cast(a: Array) -> Array:
+        missing = tuple(axes - varying(a))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(cast, x)
+
+
+def summed_as(x: Array, like: Array) -> Array:
+    """The gradient `x` of `like`, summed over the axes where `like` is the same on every device."""
+    missing = tuple(varying(x) - varying(like))
+    return lax.psum(x, missing) if missing else x
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which some array of `x` is typed as varying: none outside such a shard_map."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(x)))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ringflash.attention.axis import Axis
+from ringflash.attention.axis import Axis, summed_as
 from ringflash.attention.mask import Causal, Mask, RealKeys, Span, Tokens
 
 Array = jax.Array
@@ -206,7 +206,9 @@ def differentiable(kernel: Kernel) -> Callable[..., tuple[Array, Array]]:
         with jax.named_scope(f"attention/{kernel.name}/backward"):
             delta = row_dot(dout, out) - dlse
             grads = kernel.backward(q, k, v, q_at, k_at, dout, lse, delta)
-        dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+        dq, dk, dv = (
+            summed_as(g, x).astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)
+        )
         return dq, dk, dv, None, None, sinks_gradient(sinks_N, lse, delta)
 
     @jax.custom_vjp
@@ -223,7 +225,7 @@ def with_sinks(partial: Partial, sinks_N: Array | None) -> Partial:
     """The softmax with one more logit per head, whose value is zero."""
     if sinks_N is None:
         return partial
-    lse = jnp.logaddexp(partial.lse_BNT, sinks_N.astype(partial.lse_BNT.dtype)[:, None])
+    lse = jnp.logaddexp(partial.lse_BNT, sinks_N.astype(partial.lse_BNT.dtype)[None, :, None])
     share = jnp.exp(partial.lse_BNT - lse).swapaxes(1, 2)[..., None]
     return Partial(partial.out_BTNH * share, lse)
 
@@ -232,11 +234,16 @@ def sinks_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> A
     """-sum of p(sink) * delta over the rows: the sink's own d score, its value being zero."""
     if sinks_N is None:
         return None
-    p = jnp.exp(sinks_N.astype(lse_BNT.dtype)[:, None] - lse_BNT)
-    return -(p * delta_BNT).sum((0, 2)).astype(sinks_N.dtype)
+    p = jnp.exp(sinks_N.astype(lse_BNT.dtype)[None, :, None] - lse_BNT)
+    return summed_as(-(p * delta_BNT).sum((0, 2)), sinks_N).astype(sinks_N.dtype)
 
 
 def row_dot(a_BTNH: Array, b_BTNH: Array) -> Array:
     """Sum over the head width in fp32 or wider, as [B, N, T]: delta = rowsum(dout * out)."""
-    sums = jnp.promote_types(a_BTNH.dtype, jnp.float32)
+    sums = sum_dtype(a_BTNH)
     return (a_BTNH.astype(sums) * b_BTNH.astype(sums)).sum(-1).swapaxes(1, 2)
+
+
+def sum_dtype(x: Array) -> Any:
+    """The dtype to add up in: fp32, or fp64 if that is what came."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

@@ -35,9 +35,10 @@ def biased(capped_ts: Array, spec: Spec, q_at: Tokens, k_at: Tokens) -> Array:
 
 
 def heads_of(q_at: Tokens, x_KGts: Array) -> Array:
-    """The ids of the query heads as [K, G, 1, 1]."""
+    """The ids of the query heads as [K, G, 1, 1], with a batch dim of 1 in front where x has one."""
     assert q_at.heads_N is not None, "bias and dropout need q_at.heads_N"
-    return q_at.heads_N.reshape(x_KGts.shape[-4], x_KGts.shape[-3], 1, 1)
+    K, G = x_KGts.shape[-4:-2]
+    return q_at.heads_N.reshape(*(1,) * (x_KGts.ndim - 4), K, G, 1, 1)
 
 
 def soften(score_ts: Array, top_t1: Array, visible_ts: Array | None) -> tuple[Array, Array]:

@@ -101,6 +101,8 @@ def over_devices(options: Options) -> Table:
         kinds.append(("ulysses", "contiguous"))
     for strategy, layout in kinds:
         programs[f"{strategy} {layout}"] = ours.sharded(x, strategy, layout, options.devices)
+    if "ringattention" in peers.chosen(options.peers)[0]:
+        programs["ringattention"] = peers.of_ringattention(x, options.devices)
     title = f"{options.devices} devices, {shape_of(options)}"
     return timed(title, programs, "one device", options.repeats, False)
 

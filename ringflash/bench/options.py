@@ -11,14 +11,15 @@ from ringflash.exits import ConfigFault
 
 SUBJECTS = ("attention",)
 TABLES = ("one_device", "ring", "tiles", "errors", "blocks")
-PEERS = ("torch", "tokamax", "jax")
+PEERS = ("torch", "tokamax", "jax", "ringattention")
 DTYPES = ("float32", "bfloat16")
 HELP = """usage: ringflash bench attention [--seq_len=4096] [--heads=8] [--kv_heads=8] [--head_dim=64]
-         [--dtype=float32] [--devices=8] [--repeats=5] [--peers=torch,tokamax,jax]
-         [--tables=one_device,ring,tiles] [--blocks=128x128,256x128] [--json]
+         [--dtype=float32] [--devices=8] [--repeats=5] [--json]
+         [--peers=torch,tokamax,jax,ringattention] [--tables=one_device,ring,tiles]
+         [--blocks=128x128,256x128]
 
 Times attention, causal, batch 1, forward and forward+backward, in turns in one process.
-  one_device  the kernel `chunked` beside those of jax, torch and tokamax
+  one_device  the kernel `chunked` beside those of others
   ring        strategies and layouts over --devices simulated devices beside one device
   tiles       tiles visited, tiles needed and the busiest shard, at 16k tokens; counted, not timed
   errors      bf16: error against the fp32 reference, by size of the ring

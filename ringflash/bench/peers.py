@@ -5,11 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.lib
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
+from jax.extend.backend import get_backend
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ringflash.bench.timing import Program, program
 from ringflash.exits import ConfigFault
@@ -64,7 +71,6 @@ def of_tokamax(x: Problem) -> list[Program]:
     """tokamax's own XLA implementation whose memory is linear in the length."""
     # An extra that need not be there, and seconds to import.
     import tokamax
-    from absl import flags
 
     if not flags.FLAGS.is_parsed():  # else it parses the arguments of this command as its own
         flags.FLAGS.mark_as_parsed()
@@ -103,7 +109,46 @@ def of_torch(x: Problem) -> list[Program]:
     return [Program(forward), Program(backward)]
 
 
-MAKERS = {"jax": of_jax, "torch": of_torch, "tokamax": of_tokamax}
+def of_ringattention(x: Problem, devices: int = 1) -> list[Program]:
+    """PyPI's ringattention, its XLA implementation, in tiles of 512; K and V are repeated for it."""
+    # It asks for the backend at a place that is gone from JAX.
+    vars(jax.lib).setdefault("xla_bridge", SimpleNamespace(get_backend=get_backend))
+    # An extra that need not be there.
+    from ringattention import ringattention_jax
+
+    tile = min(512, x.q.shape[1] // devices)
+    options = {
+        "causal_block_size": 1,
+        "deterministic": True,
+        "dropout_rng": None,
+        "attn_pdrop": 0.0,
+        "query_chunk_size": tile,
+        "key_chunk_size": tile,
+        "dtype": jnp.float32,
+        "policy": jax.checkpoint_policies.nothing_saveable,
+        "precision": None,
+        "prevent_cse": False,
+    }
+    mesh = jax.make_mesh(
+        (devices,), ("context",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
+    )
+    where = P(None, "context")
+    group = x.q.shape[2] // x.k.shape[2]
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(where,) * 3, out_specs=where, check_vma=False)
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(y, group, axis=2) for y in (k, v))
+        return ringattention_jax(q, k, v, None, None, None, "context", True, options)
+
+    return both(attention, *(jax.device_put(y, NamedSharding(mesh, where)) for y in x.arrays()))
+
+
+MAKERS = {
+    "jax": of_jax,
+    "torch": of_torch,
+    "tokamax": of_tokamax,
+    "ringattention": of_ringattention,
+}
 
 
 def chosen(peers: tuple[str, ...] | None) -> tuple[list[str], list[str]]:

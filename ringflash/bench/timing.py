@@ -36,16 +36,18 @@ def program(f: Callable[..., Any], *args: Any) -> Program:
 
 
 def interleaved(programs: Mapping[str, Program], repeats: int) -> dict[str, Times]:
-    """Each program once to warm it, then `repeats` rounds of all of them."""
+    """Each program once to warm it, then `repeats` rounds of all of them, forth and back."""
     for each in programs.values():
         each.run()
     times = {name: Times([], []) for name in programs}
+    turns = list(programs.items())
     for _ in range(repeats):
-        for name, each in programs.items():
+        for name, each in turns:
             cpu, wall = time.process_time(), time.perf_counter()
             each.run()
             times[name].wall.append(time.perf_counter() - wall)
             times[name].cpu.append(time.process_time() - cpu)
+        turns.reverse()
     return times
 
 

@@ -5,7 +5,6 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.sharding import AxisType
 
 from ringflash.attention import FLOOR, Tokens, attend, differentiable, make_strategy

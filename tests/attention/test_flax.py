@@ -71,6 +71,7 @@ def test_all_see_all_unless_a_mask_is_given():
 def test_computes_in_the_dtype_of_the_layer():
     ours = layer(attention_fn=attention_fn(mask=Causal()), dtype=jnp.bfloat16)
     assert ours(jnp.asarray(X)).dtype == jnp.bfloat16
+    assert attention_fn()(ARRAY, ARRAY, ARRAY, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_any_batch_dims():
@@ -84,6 +85,9 @@ def test_dropout_is_that_of_flax():
     ours = layer(attention_fn=attention_fn(), dropout_rate=0.5, broadcast_dropout=False)
     plain = layer(attention_fn=attention_fn())(X)
     np.testing.assert_array_equal(ours(X, deterministic=True), plain)
+    given = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "broadcast_dropout": False}
+    ones = jnp.ones_like(ARRAY)
+    np.testing.assert_allclose(attention_fn()(ones, ones, ones, deterministic=True, **given), ones)
     one, other = (ours(X, deterministic=False, rngs=nnx.Rngs(n)) for n in (1, 2))
     assert not np.allclose(one, plain)
     assert not np.allclose(one, other)

@@ -63,3 +63,11 @@ def test_a_layout_of_16k_tokens_over_8_shards():
 def test_padding_is_no_work():
     at = Tokens(np.zeros((2, 32), np.int32), np.full((2, 32), -1, np.int32))
     assert tile_counts(Causal() & Segments(), at, at, 8, 8) == TileCounts(32, 0, 0, 0)
+
+
+def test_padding_has_no_position():
+    """Else the keys of a tile that is half padding would seem to begin at the padding's position, 0."""
+    segments = np.repeat(np.array([[0, -1]], np.int32), 4, axis=1)
+    k_at = Tokens(np.array([[9, 9, 9, 9, 0, 0, 0, 0]], np.int32), segments)
+    q_at = Tokens(np.full((1, 8), 5, np.int32), np.zeros((1, 8), np.int32))
+    assert tile_counts(Causal(), q_at, k_at, 8, 8) == TileCounts(1, 0, 0, 0)

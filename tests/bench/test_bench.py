@@ -4,10 +4,12 @@ import json
 import sys
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from ringflash import cli
-from ringflash.bench import attention, peers, timing
+from ringflash.bench import attention, ours, peers, timing
 from ringflash.bench.options import HELP, NAMES, Options, parse
 from ringflash.exits import ConfigFault
 
@@ -73,9 +75,12 @@ def test_absent_peers_are_told(monkeypatch):
     monkeypatch.setattr(
         peers.importlib.util, "find_spec", lambda name: 1 if name == "jax" else None
     )
-    assert peers.chosen(None) == (["jax"], ["torch", "tokamax"])
+    assert peers.chosen(None) == (["jax"], ["torch", "tokamax", "ringattention"])
     machine = attention.machine(replace(TINY, peers=None))
-    assert "not installed torch, tokamax (pip install 'ringflash[bench]')" in machine.title
+    assert (
+        "not installed torch, tokamax, ringattention (pip install 'ringflash[bench]')"
+        in machine.title
+    )
 
 
 def test_one_device():
@@ -83,11 +88,25 @@ def test_one_device():
     assert [(r["who"], r["pass"]) for r in table.records] == [
         (who, name) for name in attention.PASSES for who in ("chunked", "jax")
     ]
-    ours, theirs = table.records[:2]
-    assert ours["x_wall"] == ours["x_cpu"] == 1
-    assert theirs["x_wall"] == pytest.approx(ours["wall_seconds"] / theirs["wall_seconds"])
+    mine, theirs = table.records[:2]
+    assert mine["x_wall"] == mine["x_cpu"] == 1
+    assert theirs["x_wall"] == pytest.approx(mine["wall_seconds"] / theirs["wall_seconds"])
     assert all(r["temp_bytes"] > 0 and r["compile_seconds"] > 0 for r in table.records)
     assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def test_all_compute_the_same():
+    """What is timed is attention: output and gradients of each, ours on a ring too."""
+    x = peers.problem(128, 4, 2, 16, "float32")
+    wanted = jax.tree.leaves(peers.of_jax(x)[1].run())
+    for programs in (
+        ours.whole(x),
+        ours.whole(x, block_q=32),
+        ours.sharded(x, "ring", "contiguous", 2),
+    ):
+        np.testing.assert_allclose(programs[0].run(), wanted[0], atol=1e-5)
+        for found, want in zip(jax.tree.leaves(programs[1].run()), wanted, strict=True):
+            np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 def test_over_devices():
@@ -127,7 +146,7 @@ def test_turns_are_taken():
     order = []
     programs = {name: timing.Program(lambda name=name: order.append(name)) for name in "ab"}
     times = timing.interleaved(programs, 2)
-    assert order == ["a", "b"] * 3
+    assert "".join(order) == "ab" + "ab" + "ba"
     assert [len(times["a"].wall), len(times["b"].cpu)] == [2, 2]
 
 
@@ -152,6 +171,6 @@ def test_tables_for_a_person(capsys, monkeypatch):
 
 
 def test_no_peer_is_imported_by_looking():
-    before = {"torch", "tokamax"} & sys.modules.keys()
+    before = {"torch", "tokamax", "ringattention"} & sys.modules.keys()
     peers.chosen(None)
-    assert {"torch", "tokamax"} & sys.modules.keys() == before
+    assert {"torch", "tokamax", "ringattention"} & sys.modules.keys() == before

@@ -5,7 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads, merge
+from ringflash.attention.kernel import (
+    FLOOR,
+    Grads,
+    Kernel,
+    Partial,
+    Spec,
+    add_grads,
+    merge,
+    sum_dtype,
+)
 from ringflash.attention.mask import Tokens
 from ringflash.attention.tile import biased, cap_slope, capped, dropped
 
@@ -62,8 +71,8 @@ def reference(spec: Spec) -> Kernel:
 
 
 def wide(x: Array) -> Array:
-    """fp32, or fp64 if that is what came."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """In fp32, or fp64 if that is what came."""
+    return x.astype(sum_dtype(x))
 
 
 def grouped(x_BTNH: Array, kv_heads: int) -> Array:

@@ -109,9 +109,12 @@ def unsupported(request: Request, *, interpret: bool = False) -> str | None:
 def upstream() -> tuple[Any, ...]:
     """The module, its three kernels and its MaskInfo. Raises ImportError or AttributeError."""
     # Pallas for TPU is slow to import, and its inner functions may be elsewhere in another JAX.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+    from jax.experimental.pallas.ops.tpu import splash_attention
 
+    splash, info = (
+        splash_attention.splash_attention_kernel,
+        splash_attention.splash_attention_mask_info,
+    )
     inner = splash._splash_attention_forward, splash._splash_attention_bwd_dq
     return splash, *inner, splash._splash_attention_bwd_dkv, info.MaskInfo
 

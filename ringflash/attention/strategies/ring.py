@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringflash.attention.axis import Axis, gathered, shifted, size_of
-from ringflash.attention.kernel import Grads, Kernel, Partial, add_grads, empty_partial
+from ringflash.attention.axis import Axis, alike, gathered, shifted, size_of
+from ringflash.attention.kernel import Grads, Kernel, Partial, add_grads, empty_partial, sum_dtype
 from ringflash.attention.mask import EMPTY, Span, Tokens, only, spans
 from ringflash.attention.parcel import pack, unpack
 
@@ -72,6 +72,7 @@ def ring(kernel: Kernel, axis: Axis) -> Kernel:
 
         def along(routes: Sequence[Route]) -> Partial:
             part = empty_partial(q, v.shape[3]) if carry is None else carry
+            part = alike(part, q, k, v, q_at, k_at)
             for route in routes:
                 part = forward_along(kernel, axis, route, q, k, v, q_at, k_at, part)
             return part
@@ -113,14 +114,18 @@ def routed(
     size = size_of(axis)
     halves = (Stream(0, K // 2, 1), Stream(K // 2, K, -1)) if K > 1 else (Stream(0, 1, 1),)
     split = [Route(halves, size - 1, home=True, onward=True)]
-    if not kernel.spec.mask.local:
-        return along(split)
+    if kernel.axes or not kernel.spec.mask.local:
+        return along(
+            split
+        )  # what communicates shortens its own way; two routes each would multiply
     up, down = reach(kernel, axis, q_at, k_at)
     near = [
         Route((Stream(0, K, 1),), up, home=True, onward=False),
         Route((Stream(0, K, -1),), down, home=False, onward=False),
     ]
-    return lax.cond(2 * (up + down) <= size, lambda: along(near), lambda: along(split))
+    if size == 2:
+        return along(near)
+    return lax.cond(2 * (up + down) < size, lambda: along(near), lambda: along(split))
 
 
 def reach(kernel: Kernel, axis: Axis, q_at: Tokens, k_at: Tokens) -> tuple[Array, Array]:
@@ -132,16 +137,13 @@ def reach(kernel: Kernel, axis: Axis, q_at: Tokens, k_at: Tokens) -> tuple[Array
 
     def everywhere(at: Tokens) -> Span:  # fields [ring, batch, runs]
         blocks = SPAN_BLOCKS if at.positions_BT.shape[1] % SPAN_BLOCKS == 0 else 1
-        span = spans(at, blocks)
-        for inner in kernel.axes:  # the kernel meets all that its own axes hold
-            span = Span(*(gathered(x, inner, dim=1, tiled=True) for x in span))
-        return Span(*(gathered(x, axis, dim=0, tiled=False) for x in span))
+        return Span(*(gathered(x, axis, dim=0, tiled=False) for x in spans(at, blocks)))
 
     q_span = Span(*(x[:, None, :, :, None] for x in everywhere(q_at)))
     k_span = Span(*(x[None, :, :, None, :] for x in everywhere(k_at)))
     meet_RR = (kernel.spec.relation(q_span, k_span) > EMPTY).any((2, 3, 4))
     rank = jnp.arange(size)
-    up_RR = (rank[:, None] - rank) % size  # hops up the ring from the owner of k to q
+    up_RR = (rank[:, None] - rank[None]) % size  # hops up the ring from the owner of k to q
     up = jnp.where(meet_RR & (2 * up_RR <= size), up_RR, 0).max()
     down = jnp.where(meet_RR & (2 * up_RR > size), size - up_RR, 0).max()
     everyone = jax.sharding.get_abstract_mesh().manual_axes
@@ -211,8 +213,8 @@ def backward_along(
             work = partial(
                 dkv_of, kernel, (q_s, k_s, v_s, s.asking(q_at, group), at, dout_s, *stats)
             )
-            nothing = (dq, jnp.zeros((*k_s.shape[:3], width + v.shape[3]), dq.dtype))
-            dq, dkv = where_needed(kernel, route, hop, q_at, at, work, nothing)
+            nothing = jnp.zeros((*k_s.shape[:3], width + v.shape[3]), dq.dtype)
+            dq, dkv = where_needed(kernel, route, hop, q_at, at, work, (dq, alike(nothing, dq)))
             new_dqs.append(dq)
             fresh.append(dkv)
         return tuple(new_dqs), tuple(fresh)
@@ -224,12 +226,13 @@ def backward_along(
         moved, dqs = lax.optimization_barrier((moved, dqs))
         return moved, tuple(map(jnp.add, arrived, fresh)), dqs
 
-    sums = jnp.promote_types(q.dtype, jnp.float32)
+    sums = sum_dtype(q)
     none = jnp.zeros(q.shape, sums) if into is None else into.dq_BTNH
     dqs = tuple(s.queries(none, group) for s in route.streams)
     behind = tuple(
         jnp.zeros((*s.keys(k).shape[:3], width + v.shape[3]), sums) for s in route.streams
     )
+    dqs, behind = alike((dqs, behind), rows, k, v, q_at, k_at)
     state = (parcels_of(route, k, v, k_at), behind, dqs)
     parcels, behind, dqs = lax.fori_loop(0, route.hops, body, state)
     dqs, fresh = visit(route.hops, parcels, dqs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringflash.attention.kernel import Grads, Kernel, Partial
@@ -25,7 +26,8 @@ def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) 
 
     def mapped(f: Any, in_specs: tuple, out_specs: Any) -> Any:
         # Every output is computed by whoever holds it, so replication need not be proved.
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        g = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return lambda *args: g(*jax.tree.map(lambda x, p: laid(x, mesh, p), args, in_specs))
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
@@ -54,3 +56,16 @@ def sharded(kernel: Kernel, mesh: Any, *, batch: Axes, time: Axes, heads: Axes) 
         return mapped(kernel.backward, specs, grads)(*args)
 
     return Kernel(kernel.name, kernel.spec, forward, backward, (), kernel.unsupported)
+
+
+def laid(x: Array, mesh: Any, spec: P) -> Array:
+    """`x` over those axes of `spec` that are Explicit: a shard_map moves none of these by itself."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return x
+
+    def explicit(names: Axes) -> tuple[str, ...] | None:
+        every = (names,) if isinstance(names, str) else names or ()
+        return tuple(name for name in every if kinds[name] == AxisType.Explicit) or None
+
+    return jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))

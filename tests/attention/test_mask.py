@@ -1,0 +1,214 @@
+"""Laws of masks: what `relation` says of two spans against every pair of tokens in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash.attention import (
+    EMPTY,
+    FULL,
+    PADDING,
+    PARTIAL,
+    Causal,
+    Chunked,
+    Full,
+    Prefix,
+    Segments,
+    Span,
+    Spec,
+    Tokens,
+    Window,
+)
+from ringflash.attention.mask import parts, spans
+
+Q, K, NEAR = 5, 7, 60  # queries and keys of an example, and how far apart they may lie
+FIRST = [0, 10_000_000, 2**31 - 2 - NEAR]  # the last: the greatest position is 2^31 - 2
+LAWS = settings(max_examples=200, deadline=None, derandomize=True)
+
+size = st.integers(1, 2 * NEAR)
+single = st.one_of(
+    st.just(Full()),
+    st.just(Causal()),
+    st.just(Segments()),
+    st.builds(Window, size, st.none() | st.integers(0, NEAR)),
+    st.builds(Chunked, size | st.just(2**31 - 1)),
+    st.builds(Prefix, st.sampled_from(FIRST).flatmap(lambda n: st.integers(n, n + NEAR))),
+)
+masks = st.lists(single, min_size=1, max_size=3).map(lambda every: joined(*every))
+
+
+def joined(first, *others):
+    for other in others:
+        first = first & other
+    return first
+
+
+@st.composite
+def pairs(draw, ids=(PADDING, -7, 0, 1, 2)):
+    """Queries and keys from one neighbourhood, some or all of them padding."""
+    first = draw(st.sampled_from(FIRST))
+
+    def tokens(count):
+        near = st.integers(first, first + NEAR)
+        positions = draw(st.lists(near, min_size=count, max_size=count))
+        allowed = draw(st.sampled_from([ids, (0,), (PADDING,), (1, 2), (0, PADDING)]))
+        segments = draw(st.lists(st.sampled_from(allowed), min_size=count, max_size=count))
+        return Tokens(np.array([positions], np.int32), np.array([segments], np.int32))
+
+    return tokens(Q), tokens(K)
+
+
+def runs():
+    """Queries and keys that are two runs of positions, in one segment."""
+    start = st.integers(0, NEAR - K)
+
+    def tokens(first, begin, count):
+        return Tokens(
+            np.arange(first + begin, first + begin + count, dtype=np.int32)[None], ZEROS[count]
+        )
+
+    return st.builds(
+        lambda first, q, k: (tokens(first, q, Q), tokens(first, k, K)),
+        st.sampled_from(FIRST),
+        start,
+        start,
+    )
+
+
+ZEROS = {n: np.zeros((1, n), np.int32) for n in (Q, K)}
+
+
+def verdicts(mask, q, k):
+    """The relation, and the truth of every pair whose query is not padding."""
+    spec = Spec(mask)
+    relation = int(spec.relation(spans(q, 1), spans(k, 1))[0, 0])
+    seen = np.broadcast_to(spec.visible(q, k)[0], (Q, K))
+    return relation, seen[q.segment_ids_BT[0] >= 0]
+
+
+@LAWS
+@given(masks, pairs())
+def test_empty_and_full_are_never_wrong(mask, at):
+    """EMPTY never where a pair is visible, FULL never where one is not; PARTIAL may be either."""
+    relation, seen = verdicts(mask, *at)
+    if relation == EMPTY:
+        assert not seen.any()
+    if relation == FULL:
+        assert seen.all()
+
+
+@LAWS
+@given(single, runs())
+def test_relation_of_runs_is_exact(mask, at):
+    """A run of positions and one mask: PARTIAL only where some pairs are visible and some are not."""
+    relation, seen = verdicts(mask, *at)
+    assert relation == (FULL if seen.all() else PARTIAL if seen.any() else EMPTY)
+
+
+@LAWS
+@given(masks, runs())
+def test_full_is_exact_for_masks_together(mask, at):
+    relation, seen = verdicts(mask, *at)
+    assert (relation == FULL) == seen.all()
+
+
+@LAWS
+@given(pairs(ids=(PADDING,)) | pairs(), masks)
+def test_padding_alone_is_empty(at, mask):
+    """No key but padding: nothing to do, whatever the mask."""
+    q, k = at
+    nothing = k._replace(segment_ids_BT=np.full((1, K), PADDING, np.int32))
+    relation, seen = verdicts(mask, q, nothing)
+    assert relation == EMPTY
+    assert not seen.any()
+
+
+@LAWS
+@given(single, single, single, pairs())
+def test_and(a, b, c, at):
+    """Associative, and a pair must be visible under both."""
+    q, k = (Tokens(*(x[:, :, None] for x in at[0][:2])), Tokens(*(x[:, None] for x in at[1][:2])))
+    both = np.asarray((a & b).visible(q, k)) & np.ones((1, Q, K), bool)
+    np.testing.assert_array_equal(both, np.asarray(a.visible(q, k)) & np.asarray(b.visible(q, k)))
+    assert (a & b) & c == a & (b & c)
+    assert parts((a & b) & c) == (a, b, c)
+    assert (a & b).local == (a.local or b.local)
+
+
+EVERY = [
+    Full(),
+    Causal(),
+    Segments(),
+    Window(9),
+    Window(9, 5),
+    Chunked(20),
+    Prefix(30),
+    Causal() & Window(20) & Segments(),
+]
+
+
+@pytest.mark.parametrize("mask", EVERY, ids=str)
+def test_numpy_and_traced_agree(mask):
+    """On [B, q blocks, 1] against [B, 1, k blocks], as kernels ask, spans of padding among them."""
+    draw = np.random.default_rng(0)
+    positions = draw.integers(0, 100, size=(3, 48)).astype(np.int32)
+    segments = np.sort(draw.integers(-1, 3, size=(3, 48)).astype(np.int32), 1)
+    segments[0, 8:16] = PADDING
+    span = Span(*map(np.asarray, spans(Tokens(positions, segments), 12)))
+    q, k = Span(*(x[:, :, None] for x in span)), Span(*(x[:, None] for x in span))
+    with np.errstate(all="raise"):
+        plain = np.asarray(mask.relation(q, k))
+    assert plain.shape == (3, 12, 12)
+    assert plain.dtype == np.int8
+    np.testing.assert_array_equal(jax.jit(mask.relation)(q, k), plain)
+    at = Tokens(positions, segments)
+    q, k = Tokens(*(x[:, :, None] for x in at[:2])), Tokens(*(x[:, None] for x in at[:2]))
+    np.testing.assert_array_equal(jax.jit(mask.visible)(q, k), mask.visible(q, k))
+
+
+def test_spans():
+    """Padding has a segment id but no position."""
+    positions = np.array([[5, 3, 9, 1, 2, 7, 4, 4]], np.int32)
+    segments = np.array([[0, 0, -1, 2, -1, -1, 3, 3]], np.int32)
+    most = 2**31 - 1
+    found = spans(Tokens(positions, segments), 4)
+    wanted = Span([[3, 1, most, 4]], [[5, 1, -most, 4]], [[0, -1, -1, 3]], [[0, 2, -1, 3]])
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def visible(mask, i, j):
+    """Whether the query at i sees the key at j."""
+    i, j = (Tokens(jnp.array([[n]], jnp.int32), jnp.zeros((1, 1), jnp.int32)) for n in (i, j))
+    return bool(mask.visible(i, j).all())
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_window_convention(first):
+    """Key j is visible to i iff 0 <= i - j < W: the token itself counts, as in Mistral."""
+    seen = [n for n in range(41) if visible(Causal() & Window(8), first + 20, first + n)]
+    assert seen == list(range(13, 21))
+    seen = [n for n in range(41) if visible(Window(8, 3), first + 20, first + n)]
+    assert seen == list(range(13, 24))
+
+
+def test_the_other_conventions():
+    assert [visible(Chunked(4), 5, j) for j in (3, 4, 7, 8)] == [False, True, True, False]
+    assert [visible(Prefix(4), 1, j) for j in (0, 3, 4)] == [True, True, False]
+    assert [visible(Prefix(4), 6, j) for j in (3, 5, 6, 7)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Window(0), r"Window needs left >= 1 and right >= 0, found Window\(left=0"),
+        (lambda: Window(2, -1), "found .*right=-1"),
+        (lambda: Chunked(0), r"Chunked needs size >= 1, found Chunked\(size=0"),
+    ],
+)
+def test_sizes_out_of_range(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

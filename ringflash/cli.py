@@ -28,7 +28,7 @@ VERBS = {
     "show-config": "Print every value of the configuration and where it comes from.",
 }
 TOOLS = {"bench": "Time attention beside that of others; takes no configuration."}
-NEED_WORKDIR = ("train", "eval")
+NO_WORKDIR = ("check", "show-config")
 HELP = f"""usage: {USAGE}
 
 {chr(10).join(f"  {verb:<12} {what}" for verb, what in {**VERBS, **TOOLS}.items())}
@@ -141,7 +141,7 @@ def _check(command: Command) -> config_file.ConfigFile:
             overrides=command.overrides,
             platform=startup.platform(),
         )
-    if command.workdir and command.verb in NEED_WORKDIR:
+    if command.workdir and command.verb not in NO_WORKDIR:
         faults += filter(None, [checks.workdir_fault(command.workdir)])
     if faults or file is None:
         raise ConfigFault(*faults)
@@ -160,7 +160,7 @@ def parse(arguments: Sequence[str]) -> Command:
         _take(argument, command)
     if not command.config:
         command.faults.append("--config is missing: wanted --config=FILE.py")
-    if not command.workdir and command.verb in NEED_WORKDIR:
+    if not command.workdir and command.verb not in NO_WORKDIR:
         command.faults.append("--workdir is missing: wanted --workdir=DIR")
     return command
 
@@ -221,7 +221,7 @@ def _help(verb: str) -> str:
     if verb not in VERBS:
         return HELP
     usage = USAGE.replace("VERB", verb)
-    if verb not in NEED_WORKDIR:
+    if verb in NO_WORKDIR:
         usage = usage.replace(" --workdir=DIR", "")
     return f"usage: {usage}\n\n{VERBS[verb]}\n{VERB_HELP[verb]}\n"
 

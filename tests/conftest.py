@@ -1,9 +1,16 @@
 """Every test runs on eight simulated CPU devices; without them the session fails."""
 
+import os
 from pathlib import Path
 
-import jax
-import pytest
+# Thousands of tiny programs are compiled here and run once: let LLVM try less hard on each. What XLA
+# makes of them (fusions, collectives, buffers) is the same. Set before JAX reads it, here and in the
+# processes that tests start.
+FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES}".strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 DEVICES = 8
 

@@ -86,7 +86,7 @@ def test_show_config_from_another_folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["trian"], "trian: unknown verb; nearest: train; all: train, eval, show-config"),
+        (["trian"], "trian: unknown verb; nearest: train; all: train, eval, check, show-config, bench"),
         (["train", "config.steps=5"], "did you mean --config.steps=5?"),
         (["train", "steps=5"], "did you mean --config.steps=5?"),
         (["train", "--steps=5"], "--steps: unknown flag: did you mean --config.steps=5?"),
@@ -105,7 +105,7 @@ def test_wrong_arguments(capsys, tmp_path, arguments, line):
 def test_nothing_at_all(capsys):
     lines = told(capsys)
     assert len(lines) == 3
-    assert "no verb: wanted one of train, eval, show-config" in lines[0]
+    assert "no verb: wanted one of train, eval, check, show-config" in lines[0]
     assert "--config is missing" in lines[1]
     assert "--workdir is missing" in lines[2]
 

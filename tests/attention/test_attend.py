@@ -12,7 +12,6 @@ from ringflash.attention import (
     KERNELS,
     Axes,
     Causal,
-    Spec,
     Tokens,
     Window,
     attend,
@@ -68,7 +67,7 @@ def test_explicit_axes(strategy, placed):
             jax.tree.map(lambda a, p=p: jax.device_put(jnp.asarray(a), NamedSharding(here, p)), a)
             for a, p in zip(x, where, strict=True)
         ]
-        found = results(call(strategy=strategy), type(x)(*given))
+        found = results(call(strategy=strategy, kernel="reference"), type(x)(*given))
         check(found, truth(CASE.spec, x))
         q = given[0]
         assert jax.typeof(attend(q, *given[1:3])).sharding.spec == P("data", "context", None, None)
@@ -89,6 +88,7 @@ def test_every_kind_of_axis_at_once():
         "bias": alibi(8),
         "dropout": 0.3,
         "dropout_key": jax.random.key(1),
+        "kernel": "reference",
     }
     wanted = results(call(**options), x)
     for names in (("data", "context", "tensor"), ("fsdp", "tensor", "context")):
@@ -117,23 +117,22 @@ def test_a_strategy_may_be_a_function():
     assert seen == [("reference", "context")]
 
 
-@pytest.mark.parametrize("vma", [True, False])
-def test_inside_the_callers_own_shard_map(vma):
-    x = inputs(CASE)
-    attention = differentiable(ring(KERNELS["chunked"](Spec()), "context"))
+@pytest.mark.parametrize(("kernel", "vma"), [("reference", True), ("chunked", False)])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(9)], ids=["split", "near"])
+def test_inside_the_callers_own_shard_map(kernel, vma, mask):
+    """With sinks that are the same on every device: their gradient is summed over the devices."""
+    case = Case("", T=32, mask=mask, sinks=True)
+    x = inputs(case)
+    attention = differentiable(ring(KERNELS[kernel](case.spec), "context"))
     wide, rows = P(None, "context"), P(None, None, "context")
-    tokens = Tokens(wide, wide)
+    specs = (wide, wide, wide, Tokens(wide, wide), Tokens(wide, wide), P())
 
-    def whole(q, k, v, q_at, k_at, sinks):
+    def whole(*x):
         return jax.shard_map(
-            attention,
-            mesh=mesh_of(4),
-            in_specs=(wide, wide, wide, tokens, tokens),
-            out_specs=(wide, rows),
-            check_vma=vma,
-        )(q, k, v, q_at, k_at)
+            attention, mesh=mesh_of(4), in_specs=specs, out_specs=(wide, rows), check_vma=vma
+        )(*x)
 
-    check(results(whole, x), truth(CASE.spec, x))
+    check(results(whole, x), truth(case.spec, x))
 
 
 # ---- remat ----

@@ -55,7 +55,7 @@ def test_every_reason_is_listed_where_none_serves(monkeypatch):
     both = "no attention kernel can serve .*: picky: head_dim 16 is not 128; proud: wants a GPU"
     with pytest.raises(ValueError, match=both):
         make_kernel("auto", REQUEST)
-    with pytest.raises(ValueError, match="can serve .*: proud: wants a GPU, found cpu"):
+    with pytest.raises(ValueError, match=r"can serve .*: proud: wants a GPU, found cpu"):
         make_kernel("proud", REQUEST)
 
 

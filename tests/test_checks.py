@@ -69,7 +69,10 @@ def test_every_leaf_has_a_rule():
         ("model.remat=some", r"remat = 'some' .*one of .*none"),
         ("attention.kernel=flush", r"kernel = 'flush' .*one of auto, chunked, .*reference"),
         ("attention.strategy=rings", r"strategy = 'rings' .*one of all_gather, ring"),
-        ("attention.layout=zigzig", r"layout = 'zigzig' .*one of balanced, contiguous, striped, zigzag"),
+        (
+            "attention.layout=zigzig",
+            r"layout = 'zigzig' .*one of balanced, contiguous, striped, zigzag",
+        ),
         ("data.source=web", r"source = 'web' .*stdlib or files:GLOB"),
         ("data.source=files", r"source = 'files' .*stdlib or files:GLOB"),
         ("data.source=stdlib:x", r"source = 'stdlib:x' .*stdlib or files:GLOB"),

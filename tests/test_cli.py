@@ -86,7 +86,10 @@ def test_show_config_from_another_folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["trian"], "trian: unknown verb; nearest: train; all: train, eval, check, show-config, bench"),
+        (
+            ["trian"],
+            "trian: unknown verb; nearest: train; all: train, eval, check, show-config, bench",
+        ),
         (["train", "config.steps=5"], "did you mean --config.steps=5?"),
         (["train", "steps=5"], "did you mean --config.steps=5?"),
         (["train", "--steps=5"], "--steps: unknown flag: did you mean --config.steps=5?"),

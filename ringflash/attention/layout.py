@@ -39,24 +39,32 @@ def striped(length: int, shards: int) -> np.ndarray:
 def balanced(positions_T: np.ndarray, segment_ids_T: np.ndarray, shards: int) -> np.ndarray:
     """For packed documents: equal causal work on all shards, whatever the documents' lengths.
 
-    The row is cut in up to 16 blocks a shard. A block costs the keys that its queries see: position + 1
-    each, padding nothing. The dearest goes first, always to the shard with the least work that has room
-    (longest processing time first, Graham 1969). Blocks keep their order within a shard.
+    The row is cut in up to 16 blocks a shard, of a tile's 256 tokens where it is long enough. A block
+    costs the tiles of keys that its queries see. The dearest goes first, always to the shard with the
+    least work that has room (longest processing time first, Graham 1969), and blocks keep their order
+    within a shard.
     """
     length = len(positions_T)
     divide("balanced", length, shards, 1)
-    room = next(n for n in (16, 8, 4, 2, 1) if length % (n * shards) == 0)
+    most = max(4, length // shards // 256)
+    room = next(n for n in (16, 8, 4, 2, 1) if n <= most and length % (n * shards) == 0)
     blocks = np.arange(length).reshape(room * shards, -1)
-    costs = np.where(segment_ids_T >= 0, positions_T + 1, 0).astype(np.int64)
-    costs = costs.reshape(blocks.shape).sum(1)
+    costs = [tiles_seen(positions_T[block], segment_ids_T[block]) for block in blocks]
     held: list[list[int]] = [[] for _ in range(shards)]
     least = [(0, shard) for shard in range(shards)]
-    for block in np.argsort(-costs, kind="stable"):
+    for block in sorted(range(len(blocks)), key=lambda n: -costs[n]):
         work, shard = heapq.heappop(least)
-        held[shard].append(int(block))
+        held[shard].append(block)
         if len(held[shard]) < room:
-            heapq.heappush(least, (work + int(costs[block]), shard))
+            heapq.heappush(least, (work + costs[block], shard))
     return np.concatenate([blocks[sorted(shard)].reshape(-1) for shard in held])
+
+
+def tiles_seen(positions_T: np.ndarray, segment_ids_T: np.ndarray) -> int:
+    """Tiles of as many keys as there are queries that a run of queries sees, causal, in its documents."""
+    real = segment_ids_T >= 0
+    last = [positions_T[segment_ids_T == n].max() for n in np.unique(segment_ids_T[real])]
+    return sum(int(position) // len(positions_T) + 1 for position in last)
 
 
 def divide(name: str, length: int, shards: int, runs: int) -> None:

@@ -171,17 +171,13 @@ def shape_of(options: Options) -> str:
 
 def count_tiles(options: Options) -> Table:
     """See `tiles`; counted for the tiles that `chunked` takes on such a shard."""
-    records = tiles.by_layout(options.devices, options.heads // options.kv_heads)
-    header = ["layout", "visited", "needed", "visited/needed", "area/pairs", "busiest/mean"]
+    records = tiles.by_layout(options.devices)
+    ratios = ("visited_to_needed", "area_to_pairs", "busiest_to_mean", "busiest_to_mean_pairs")
+    header = ["documents", "layout", "visited", "needed", "visited/needed", "area/pairs"]
+    header += ["busiest/mean tiles", "busiest/mean pairs"]
     rows = [
-        [
-            r["layout"],
-            str(r["visited"]),
-            str(r["needed"]),
-            f"{r['visited_to_needed']:.3f}",
-            f"{r['area_to_pairs']:.3f}",
-            f"{r['busiest_to_mean']:.3f}",
-        ]
+        [*(str(r[name]) for name in ("documents", "layout", "visited", "needed"))]
+        + [f"{r[name]:.3f}" for name in ratios]
         for r in records
     ]
     title = f"tiles, causal, {tiles.LENGTH} tokens over {options.devices} devices"

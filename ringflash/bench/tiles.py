@@ -4,45 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringflash.attention import LAYOUTS, Causal, Tokens
-from ringflash.attention.kernels.chunked import queries_a_tile
+import numpy as np
+
+from ringflash.attention import LAYOUTS, ROW_LAYOUTS, Causal, Segments, Tokens, order_rows
+from ringflash.attention.kernels.chunked import BLOCK_K, queries_a_tile
 from ringflash.attention.work import TileCounts, tile_counts
-from ringflash.bench.ours import counted
 
 LENGTH = 16384
-BLOCK_K = 128
+PACKED = (6000, 300, 4500, 1200, 84, 2500, 1800)  # documents of one row; they make up LENGTH
 
 
-def by_layout(devices: int, group: int) -> list[dict[str, Any]]:
-    """One device, then each layout over `devices` of them."""
-    found = [summary("one device", [counts(counted(LENGTH), counted(LENGTH), group)])]
-    for name, layout in LAYOUTS.items():
-        order = layout(LENGTH, devices)
-        at = Tokens(*(x[:, order] for x in counted(LENGTH)[:2]))
-        shard = LENGTH // devices
-        ours = [
-            counts(Tokens(*(x[:, n * shard : (n + 1) * shard] for x in at[:2])), at, group)
-            for n in range(devices)
-        ]
-        found.append(summary(name, ours))
+def by_layout(devices: int) -> list[dict[str, Any]]:
+    """A row of one document and a row of several, on one device and in each layout over `devices`."""
+    found = []
+    for documents in ((LENGTH,), PACKED):
+        row = packed(documents)
+        found.append(summary("one device", documents, [counts(row, row)]))
+        for layout in [*LAYOUTS, *ROW_LAYOUTS]:
+            positions_BT, segment_ids_BT = map(np.asarray, row[:2])
+            order_BT = order_rows(layout, positions_BT, segment_ids_BT, devices)
+            at = [np.take_along_axis(x, order_BT, axis=1) for x in (positions_BT, segment_ids_BT)]
+            shards = zip(*(np.split(x, devices, axis=1) for x in at), strict=True)
+            ours = [counts(Tokens(*shard), Tokens(*at)) for shard in shards]
+            found.append(summary(layout, documents, ours))
     return found
 
 
-def counts(q_at: Tokens, k_at: Tokens, group: int) -> TileCounts:
+def packed(documents: tuple[int, ...]) -> Tokens:
+    """One row of documents of these lengths."""
+    positions = np.concatenate([np.arange(length) for length in documents])
+    segments = np.repeat(np.arange(len(documents)), documents)
+    return Tokens(positions[None].astype(np.int32), segments[None].astype(np.int32))
+
+
+def counts(q_at: Tokens, k_at: Tokens) -> TileCounts:
     """The tiles of one shard's queries against all keys, of the size that `chunked` takes there."""
-    block_q = queries_a_tile(q_at.positions_BT.shape[1], group)
-    return tile_counts(Causal(), q_at, k_at, block_q, BLOCK_K)
+    block_q = queries_a_tile(q_at.positions_BT.shape[1])
+    return tile_counts(Causal() & Segments(), q_at, k_at, block_q, BLOCK_K)
 
 
-def summary(layout: str, shards: list[TileCounts]) -> dict[str, Any]:
-    """Of all shards; `area` is the pairs in the tiles visited. The busiest is by tiles visited."""
+def summary(layout: str, documents: tuple[int, ...], shards: list[TileCounts]) -> dict[str, Any]:
+    """Of all shards; `area` is the pairs in the tiles visited. The busiest is by pairs that count."""
     visited, needed = (sum(getattr(s, name) for s in shards) for name in ("visited", "needed"))
     area = LENGTH * LENGTH * visited / sum(s.total for s in shards)
+    pairs = [s.pairs for s in shards]
     return {
+        "documents": len(documents),
         "layout": layout,
         "visited": visited,
         "needed": needed,
         "visited_to_needed": visited / needed,
-        "area_to_pairs": area / sum(s.pairs for s in shards),
+        "area_to_pairs": area / sum(pairs),
         "busiest_to_mean": max(s.visited for s in shards) * len(shards) / visited,
+        "busiest_to_mean_pairs": max(pairs) * len(shards) / sum(pairs),
     }

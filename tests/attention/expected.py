@@ -1,6 +1,6 @@
 """What attention has to give: the plain definition, the reference in fp64, how far off one may be."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from ringflash.attention.strategies.sharded import sharded
 from ringflash.attention.tile import dropped
 
 TOLERANCE = 2e-5  # of fp32, relative to the largest entry
-# LLVM at its least effort: the same programs and collectives for half of the time to compile them.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
@@ -27,7 +25,7 @@ def results(attention, x, *, dtype=jnp.float32):
 def jitted(attention):
     """The function of `Inputs` behind `results`, for calling one program on several inputs."""
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(q, k, v, sinks, dout, dlse, q_at, k_at):
         def given_tokens(q, k, v, sinks):
             return attention(q, k, v, q_at, k_at, sinks)

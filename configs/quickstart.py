@@ -13,8 +13,8 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     config = base()
-    config.steps = 60
-    config.seq_len = 4096
+    config.steps = 80
+    config.seq_len = 8192
     config.global_batch_size = 1
     config.log_every = 1
     config.model.preset = "quickstart"
@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     config.data.tokenizer = "byte"
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 5
-    config.optimizer.decay_steps = 60
+    config.optimizer.decay_steps = 80
     config.loss.chunk = 512
     config.checkpoint.every = 20
     config.eval.every = 0

@@ -78,7 +78,7 @@ def test_show_config_from_another_folder(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     rows = {row[0]: row[1:] for row in map(str.split, done.stdout.splitlines())}
     assert rows["steps"] == ["7", "command", "line"]
-    assert rows["seq_len"] == ["4096", QUICKSTART]
+    assert rows["seq_len"] == ["8192", QUICKSTART]
     assert rows["model.width"] == ["128", "preset", "quickstart"]
     assert rows["seed"] == ["0", "base"]
 

@@ -111,7 +111,7 @@ def test_write_config(tmp_path):
     read = json.loads(path.read_text())
     assert list(read) == list(leaves())
     assert read["model.width"] == {"value": 128, "from": "preset quickstart"}
-    assert read["seq_len"] == {"value": 4096, "from": QUICKSTART}
+    assert read["seq_len"] == {"value": 8192, "from": QUICKSTART}
     assert [found.name for found in tmp_path.iterdir()] == ["config.json"]
 
 

@@ -40,7 +40,7 @@ def balanced(positions_T: np.ndarray, segment_ids_T: np.ndarray, shards: int) ->
     """For packed documents: equal causal work on all shards, whatever the documents' lengths.
 
     The row is cut in up to 16 blocks a shard, of a tile's 256 tokens where it is long enough. A block
-    costs the tiles of keys that its queries see. The dearest goes first, always to the shard with the
+    costs the blocks of keys that its queries see. The dearest goes first, always to the shard with the
     least work that has room (longest processing time first, Graham 1969), and blocks keep their order
     within a shard.
     """
@@ -49,7 +49,7 @@ def balanced(positions_T: np.ndarray, segment_ids_T: np.ndarray, shards: int) ->
     most = max(4, length // shards // 256)
     room = next(n for n in (16, 8, 4, 2, 1) if n <= most and length % (n * shards) == 0)
     blocks = np.arange(length).reshape(room * shards, -1)
-    costs = [tiles_seen(positions_T[block], segment_ids_T[block]) for block in blocks]
+    costs = [blocks_seen(positions_T, segment_ids_T, block) for block in blocks]
     held: list[list[int]] = [[] for _ in range(shards)]
     least = [(0, shard) for shard in range(shards)]
     for block in sorted(range(len(blocks)), key=lambda n: -costs[n]):
@@ -60,11 +60,13 @@ def balanced(positions_T: np.ndarray, segment_ids_T: np.ndarray, shards: int) ->
     return np.concatenate([blocks[sorted(shard)].reshape(-1) for shard in held])
 
 
-def tiles_seen(positions_T: np.ndarray, segment_ids_T: np.ndarray) -> int:
-    """Tiles of as many keys as there are queries that a run of queries sees, causal, in its documents."""
-    real = segment_ids_T >= 0
-    last = [positions_T[segment_ids_T == n].max() for n in np.unique(segment_ids_T[real])]
-    return sum(int(position) // len(positions_T) + 1 for position in last)
+def blocks_seen(positions_T: np.ndarray, segment_ids_T: np.ndarray, block: np.ndarray) -> int:
+    """Blocks of keys that the queries of `block` see: from where its first document begins to itself."""
+    real = block[segment_ids_T[block] >= 0]
+    if not len(real):
+        return 0
+    begin = int(real[0] - positions_T[real[0]])
+    return int(block[0]) // len(block) - begin // len(block) + 1
 
 
 def divide(name: str, length: int, shards: int, runs: int) -> None:

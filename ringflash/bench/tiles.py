@@ -44,7 +44,7 @@ def counts(q_at: Tokens, k_at: Tokens) -> TileCounts:
 
 
 def summary(layout: str, documents: tuple[int, ...], shards: list[TileCounts]) -> dict[str, Any]:
-    """Of all shards; `area` is the pairs in the tiles visited. The busiest is by pairs that count."""
+    """Of all shards; `area` is the pairs in the tiles visited. The busiest is by tiles needed."""
     visited, needed = (sum(getattr(s, name) for s in shards) for name in ("visited", "needed"))
     area = LENGTH * LENGTH * visited / sum(s.total for s in shards)
     pairs = [s.pairs for s in shards]
@@ -55,6 +55,6 @@ def summary(layout: str, documents: tuple[int, ...], shards: list[TileCounts]) -
         "needed": needed,
         "visited_to_needed": visited / needed,
         "area_to_pairs": area / sum(pairs),
-        "busiest_to_mean": max(s.visited for s in shards) * len(shards) / visited,
+        "busiest_to_mean": max(s.needed for s in shards) * len(shards) / needed,
         "busiest_to_mean_pairs": max(pairs) * len(shards) / sum(pairs),
     }

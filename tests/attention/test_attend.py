@@ -14,10 +14,12 @@ from ringflash.attention import (
     KERNELS,
     Axes,
     Causal,
+    Kernel,
     Tokens,
     Window,
     attend,
     differentiable,
+    empty_partial,
     make_strategy,
 )
 from ringflash.attention.cases import Case, inputs
@@ -119,6 +121,32 @@ def test_a_strategy_may_be_a_function():
 
     check(results(call(strategy=mine, mesh=mesh_of(4), kernel="reference"), x), truth(CASE.spec, x))
     assert seen == [("reference", "context")]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["mesh=", "set_mesh"])
+def test_each_device_holds_its_share(given):
+    """Of batch, time and heads, and of what bias and dropout go by."""
+    seen = []
+
+    def forward(q, k, v, q_at, k_at, carry=None):
+        seen.extend(jax.tree.map(jnp.shape, (q, k, q_at, k_at)))
+        return empty_partial(q, v.shape[3])
+
+    def mine(kernel, axis):
+        del axis
+        return Kernel("spy", kernel.spec, forward, kernel.backward)
+
+    here = mesh((2, 2, 2), ("data", "context", "tensor"))
+    run = partial(attend, strategy=mine, bias=alibi(8), dropout=0.1, dropout_key=jax.random.key(0))
+    x = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs(CASE)[:3]]
+    if given:
+        jax.eval_shape(partial(run, mesh=here), *x)
+    else:
+        with jax.set_mesh(here):
+            jax.eval_shape(run, *x)
+    rows = (1, 16)
+    wanted = [(1, 16, 4, 16), (1, 16, 2, 16), Tokens(rows, rows, (4,), (1,)), Tokens(rows, rows)]
+    assert seen == wanted
 
 
 @pytest.mark.parametrize(("kernel", "vma"), [("reference", True), ("chunked", False)])

@@ -3,8 +3,9 @@
 Command:  bash launch/quickstart.sh, or
           ringflash train --config=configs/quickstart.py --workdir=runs/quickstart
 Hardware: 2 CPU cores; eight devices are simulated. No network, no accelerator.
-Time:     about 3 minutes.
-Expect:   held-out perplexity far below that of the first step (258: every id is equally likely).
+Time:     2 minutes; the first loss after 20 seconds, with an empty compilation cache.
+Expect:   held-out perplexity 13.5 (3.75 bits per byte) at step 80, from 114 at step 1. Other Pythons have other
+          sources, and so other figures.
 """
 
 from base import get_config as base

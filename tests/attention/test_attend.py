@@ -45,9 +45,13 @@ def call(**options):
 
 
 def test_without_a_mesh():
-    check(results(attended(CASE, 1), inputs(CASE)), truth(CASE.spec, inputs(CASE)))
-    x = inputs(CASE)
-    check(results(lambda *x: attend(*x[:3], return_lse=True), x), truth(CASE.spec, x))
+    """Keys of another length than the queries count from 0 too."""
+    case = Case("", T=24, S=40)
+    x = inputs(case)
+    check(results(lambda *x: attend(*x[:3], return_lse=True), x), truth(case.spec, x))
+    packed = Case("", T=32, documents=(20, 9))
+    x = inputs(packed)
+    check(results(attended(packed, 1), x), truth(packed.spec, x))
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])

@@ -4,8 +4,8 @@ Command:  bash launch/quickstart.sh, or
           ringflash train --config=configs/quickstart.py --workdir=runs/quickstart
 Hardware: 2 CPU cores; eight devices are simulated. No network, no accelerator.
 Time:     2 minutes; the first loss after 20 seconds, with an empty compilation cache.
-Expect:   held-out perplexity 13.5 (3.75 bits per byte) at step 80, from 114 at step 1. Other Pythons have other
-          sources, and so other figures.
+Expect:   held-out perplexity 13.5 (3.75 bits per byte) at step 80, from 114 at step 1.
+          Other Pythons have other sources, and so other figures.
 """
 
 from base import get_config as base

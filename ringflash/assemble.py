@@ -13,7 +13,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringflash.attention import Axes, Causal, Tokens, attend, order_rows
+from ringflash.attention import (
+    Axes,
+    Causal,
+    Segments,
+    Spec,
+    Tokens,
+    attend,
+    make_kernel,
+    order_rows,
+)
+from ringflash.attention.attend import request
 from ringflash.config import Config
 from ringflash.data.batch import Batch
 from ringflash.data.pipeline import EvalRows, Pipeline, eval_batches, train_pipeline
@@ -27,6 +37,7 @@ from ringflash.optimizer import make_optimizer
 from ringflash.step import LossSum, State, init_state, make_step
 
 Array = jax.Array
+ATTENTION_AXES = Axes(BATCH_AXES, ("context",), ("tensor",))
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
             kernel=config.attention.kernel,
             strategy=config.attention.strategy,
             mesh=mesh,
-            axes=Axes(BATCH_AXES, ("context",), ("tensor",)),
+            axes=ATTENTION_AXES,
         )
 
     def build() -> Decoder:
@@ -194,6 +205,19 @@ def make_score(
     return score
 
 
+def serving_kernel(config: Config, mesh: Mesh) -> str:
+    """The kernel that will run. Raises ValueError, with each candidate's reason, where none can."""
+    model = config.model
+
+    def rows(heads: int) -> jax.ShapeDtypeStruct:
+        shape = (config.global_batch_size, config.seq_len, heads, model.head_dim)
+        return jax.ShapeDtypeStruct(shape, model.dtype)
+
+    q, kv = rows(model.heads), rows(model.kv_heads)
+    asked = request(q, kv, kv, Spec(Causal() & Segments()), mesh, ATTENTION_AXES)
+    return make_kernel(config.attention.kernel, asked).name
+
+
 def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
     """The start-up table: what runs, where, and what a hop of the ring carries."""
     model, attention = config.model, config.attention
@@ -204,7 +228,7 @@ def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
     return [
         ("devices", f"{mesh.devices.size} x {kind} in {jax.process_count()} process(es)"),
         ("mesh", shape),
-        ("kernel", attention.kernel),
+        ("kernel", serving_kernel(config, mesh)),
         ("strategy", f"{attention.strategy} over context={mesh.shape['context']}"),
         ("layout", attention.layout),
         ("bytes per hop", f"{hop_bytes(config, mesh):,} per device, K and V of one layer"),

@@ -197,3 +197,12 @@ def test_a_hop_carries_half_in_bfloat16(source):
     config = tiny(source, model__dtype="bfloat16")
     mesh = make_mesh(config.mesh)
     assert hop_bytes(config, mesh) == 2 * 8 * (2 * 2 * 8 * 2 + 8)
+
+
+def test_a_kernel_that_cannot_serve_says_why(source):
+    with pytest.raises(ValueError, match="splash is for tpu, found cpu"):
+        tiny_parts(source, attention__kernel="splash")
+
+
+def test_auto_names_the_kernel_that_runs(source):
+    assert ("kernel", "chunked") in tiny_parts(source, attention__kernel="auto").description

@@ -123,8 +123,8 @@ def extent(mesh: Any, names: Sequence[str]) -> int:
     return size
 
 
-def request(q: Array, k: Array, v: Array, spec: Spec, mesh: Any, axes: Axes) -> Request:
-    """What one device is asked to serve."""
+def request(q: Any, k: Any, v: Any, spec: Spec, mesh: Any, axes: Axes) -> Request:
+    """What one device is asked to serve, from global arrays or their ShapeDtypeStructs."""
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     batch, shards, tensor = (extent(mesh, names) for names in axes)
     for what, found, size, names in (

@@ -153,7 +153,9 @@ def test_each_device_holds_its_share(given):
     assert seen == wanted
 
 
-@pytest.mark.parametrize(("kernel", "vma"), [("reference", True), ("chunked", False)])
+@pytest.mark.parametrize(
+    ("kernel", "vma"), [("reference", True), ("chunked", False), ("chunked", True)]
+)
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(9)], ids=["split", "near"])
 def test_inside_the_callers_own_shard_map(kernel, vma, mask):
     """With sinks that are the same on every device: their gradient is summed over the devices."""

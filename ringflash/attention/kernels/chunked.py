@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ringflash.attention.axis import alike
 from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads
 from ringflash.attention.mask import EMPTY, FULL, PADDING, Span, Tokens, spans
 from ringflash.attention.tile import biased, cap_slope, capped, dropped, soften, weights
@@ -103,6 +104,7 @@ def forward_row(
             state = (zero + FLOOR, zero, jnp.zeros((*q_KXH.shape[:-1], v.shape[-1]), jnp.float32))
         else:
             state = (begin.lse_BNT, (begin.lse_BNT > FLOOR / 2).astype(jnp.float32), begin.out_BTNH)
+        state = alike(state, q, k, v, q_at, k_at)
         top, total, acc = over(spec.relation(at.span, k_at.span), step, state)
         seen = total > 0
         lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), FLOOR)
@@ -143,10 +145,13 @@ def backward_row(
             return dq.at[i].add(dot(k_KHS, ds, 2, 1)), dk + dot(ds, q[i], 2, 1), dv
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in (k_KSH, v_KSH)]
-        dq_KHX, dk, dv = over(spec.relation(q_at.span, at.span), step, (dq_KHX, *zeros))
+        dq_KHX, dk, dv = over(
+            spec.relation(q_at.span, at.span), step, (dq_KHX, *alike(zeros, dq_KHX))
+        )
         return dq_KHX, (dk, dv)
 
     start = jnp.zeros(q.shape, jnp.float32) if into is None else into
+    start = alike(start, q_side, k_side, q_at, k_at)
     dq, (dk, dv) = lax.scan(block, start.swapaxes(2, 3), (*k_side, k_at))
     return dq.swapaxes(2, 3), dk, dv
 
@@ -202,7 +207,8 @@ def blocks_of(at: Tokens, block: int) -> Blocks:
     """The tokens in blocks; what is added at the end is padding. Each block has heads and seed."""
     pad = ((0, 0), (0, -at.positions_BT.shape[1] % block))
     positions = jnp.pad(at.positions_BT, pad)
-    segments = jnp.pad(at.segment_ids_BT, pad, constant_values=PADDING)
+    # One fill for both: XLA's partitioner may merge pads of one array that differ only in their fill.
+    segments = jnp.pad(at.segment_ids_BT - PADDING, pad) + PADDING
     B, length = positions.shape
     blocks = length // block
     span = spans(Tokens(positions, segments), blocks)

@@ -114,10 +114,9 @@ def routed(
     size = size_of(axis)
     halves = (Stream(0, K // 2, 1), Stream(K // 2, K, -1)) if K > 1 else (Stream(0, 1, 1),)
     split = [Route(halves, size - 1, home=True, onward=True)]
+    # A kernel that communicates shortens its own way; two routes at each level would multiply.
     if kernel.axes or not kernel.spec.mask.local:
-        return along(
-            split
-        )  # what communicates shortens its own way; two routes each would multiply
+        return along(split)
     up, down = reach(kernel, axis, q_at, k_at)
     near = [
         Route((Stream(0, K, 1),), up, home=True, onward=False),

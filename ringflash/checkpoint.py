@@ -157,8 +157,10 @@ class Checkpoints:
                 return step
             log.warning("CHECKPOINT PASSED OVER: step %d cannot be used: %s", step, reason)
             self._passed_over[step] = reason
-        sealed = any((self._path(step) / integrity.MANIFEST).exists() for step in candidates)
-        return DAMAGED if sealed else ABSENT
+        # A step that lost only its manifest was somebody's run: never begin again over it in silence.
+        signs = (integrity.MANIFEST, "state")
+        ours = any((self._path(step) / sign).exists() for step in candidates for sign in signs)
+        return DAMAGED if ours else ABSENT
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:

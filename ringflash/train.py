@@ -111,7 +111,9 @@ def next_batch(run: Run) -> Batch:
         return next(run.parts.train_data)
     except (StopIteration, DataError) as error:
         run.save()
-        ended = f"the data ended after step {run.step} of {run.config.steps}: raise data.epochs"
+        ended = (
+            f"the data ended after step {run.step} of {run.config.steps}: data.epochs holds no more"
+        )
         what = str(error) if isinstance(error, DataError) else ended
         raise DataFault(f"{what}; step {run.step} is saved" if run.step else what) from error
 
@@ -136,12 +138,12 @@ def leave(run: Run) -> None:
 
 def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> list[Score]:
     """Score the held-out documents, and record it; not again where that is done for this step."""
-    documents = run.parts.eval_rows.document_names
-    known = report.read(run.workdir, run.step, documents)
+    held_out = run.parts.eval_rows
+    known = report.read(run.workdir, run.step, held_out.fingerprint)
     if known is not None:
         return known
     scores = run.parts.score(run.state.params)
-    report.write(run.workdir, run.step, scores, documents)
+    report.write(run.workdir, run.step, scores, held_out.document_names, held_out.fingerprint)
     out.write(run.step, perplexity.metrics(scores))
     if shown is not None:
         shown.note(
@@ -154,7 +156,7 @@ def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> li
 def finish(run: Run, out: writers.Writer) -> None:
     """The evaluation at the end, beside that of the first step."""
     scores = evaluate(run, out)
-    first = report.read(run.workdir, FIRST, run.parts.eval_rows.document_names)
+    first = report.read(run.workdir, FIRST, run.parts.eval_rows.fingerprint)
     show(scores, first, run.step)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy
-from ringflash.attention.kernel import Bias, Kernel, Request, Spec, check_shapes, differentiable
+from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy, parse
+from ringflash.attention.kernel import Bias, Kernel, Request, Spec, differentiable
 from ringflash.attention.mask import PADDING, Causal, Mask, Segments, Tokens
 from ringflash.attention.strategies.sharded import laid, sharded
+from ringflash.attention.validate import check_arrays, check_options, int32_tokens
 
 Array = jax.Array
 
@@ -64,19 +66,26 @@ def attend(
     With return_lse the result is (out, lse_BNT in fp32), both differentiable.
     Raises ValueError for shapes that do not fit, and for a kernel that cannot serve, with its reason.
     """
-    check_shapes(q_BTNH, k_BSKH, v_BSKH)
-    q_at = counted(q_BTNH) if at is None else at
-    kv_at = k_at if k_at is not None else (q_at if at is not None else counted(k_BSKH))
-    check_tokens("at", q_at, q_BTNH)
-    check_tokens("k_at", kv_at, k_BSKH)
+    check_arrays(q_BTNH, k_BSKH, v_BSKH)
+    check_options(mask, bias, sinks_N, q_BTNH)
+    if at is not None and k_at is None and q_BTNH.shape[1] != k_BSKH.shape[1]:
+        raise ValueError("queries and keys differ in length: give k_at beside at")
+    q_at = counted(q_BTNH) if at is None else int32_tokens("at", at, q_BTNH)
+    kv_at = counted(k_BSKH) if k_at is None else int32_tokens("k_at", k_at, k_BSKH)
+    kv_at = q_at if k_at is None and at is not None else kv_at
     if at is not None or k_at is not None:
         mask = mask & Segments()
-    dropout = 0.0 if dropout_key is None else dropout
+        q_BTNH = without_padding(q_BTNH, q_at)
+        k_BSKH, v_BSKH = (without_padding(x, kv_at) for x in (k_BSKH, v_BSKH))
     spec = Spec(mask, scale, softcap, bias, dropout)
+    if dropout_key is None:
+        spec = replace(spec, dropout=0.0)
     q_at = asking(q_at, q_BTNH, spec, dropout_key)
 
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    axes = present(axes, mesh)
+    given, mesh = mesh is not None, jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    axes = present(axes, mesh, must=given or axes != Axes())
+    if isinstance(strategy, str):
+        parse(strategy)
     shards = extent(mesh, axes.time)
     local = make_kernel(kernel, request(q_BTNH, k_BSKH, v_BSKH, spec, mesh, axes))
     if not mesh.empty:
@@ -106,12 +115,21 @@ def spread(local: Kernel, strategy: str | Strategy, mesh: Any, axes: Axes) -> Ke
     return sharded(local, mesh, batch=batch, time=time, heads=heads)
 
 
-def present(axes: Axes, mesh: Any) -> Axes:
-    """The axes that the mesh has. Raises ValueError where one is named for two dims."""
-    found = Axes(*(tuple(a for a in names if a in mesh.axis_names) for names in axes))
+def present(axes: Axes, mesh: Any, *, must: bool) -> Axes:
+    """The axes that the mesh has; a bare name is one axis.
+
+    Raises ValueError where one is named for two dims, or where a mesh that was given has none of them:
+    all would be computed on every device.
+    """
+    wanted = Axes(*((names,) if isinstance(names, str) else tuple(names) for names in axes))
+    found = Axes(*(tuple(a for a in names if a in mesh.axis_names) for names in wanted))
     every = [a for names in found for a in names]
     if len(set(every)) < len(every):
-        raise ValueError(f"a mesh axis may hold one dim only, found {axes}")
+        raise ValueError(f"a mesh axis may hold one dim only, found {wanted}")
+    if must and not every and mesh.size > 1:
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} are none of {wanted}: name them in axes=Axes(...)"
+        )
     return found
 
 
@@ -163,11 +181,9 @@ def asking(at: Tokens, q: Array, spec: Spec, dropout_key: Array | None) -> Token
     return at
 
 
-def check_tokens(name: str, at: Tokens, x: Array) -> None:
-    """Raise ValueError unless `at` describes the rows of x."""
-    for field, found in zip(at._fields[:2], at[:2], strict=True):
-        if found.shape != x.shape[:2]:
-            raise ValueError(f"{name}.{field} must be {x.shape[:2]}, found {found.shape}")
+def without_padding(x: Array, at: Tokens) -> Array:
+    """Zeros where a row is padding, so that whatever lies there, NaN even, reaches nothing."""
+    return jnp.where((at.segment_ids_BT >= 0)[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 def padded(x: Array, at: Tokens, shards: int) -> tuple[Array, Tokens]:

@@ -169,19 +169,6 @@ class Kernel:
     unsupported: Callable[[Request], str | None] = serves
 
 
-def check_shapes(q: Any, k: Any, v: Any) -> None:
-    """Raise ValueError, with shapes found and wanted, unless q, k and v fit each other."""
-    found = f"found q {q.shape}, k {k.shape}, v {v.shape}"
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k, v must be [batch, time, heads, head_dim]; {found}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must agree in batch, time and heads; {found}")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must agree in batch and head_dim; {found}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"query heads must be a multiple of key/value heads; {found}")
-
-
 def differentiable(kernel: Kernel) -> Callable[..., tuple[Array, Array]]:
     """attention(q, k, v, q_at, k_at, sinks_N=None) -> (out in q's dtype, lse_BNT in fp32).
 

@@ -27,7 +27,8 @@ class Tokens(NamedTuple):
     """Where the rows of an array come from: int32 `positions_BT` and `segment_ids_BT`.
 
     Positions are compared between queries and keys, so both must count from the same origin: the row,
-    or (with `Segments` in the mask) the document. A negative segment id is padding.
+    or (with `Segments` in the mask) the document; differences must fit in int32. A negative segment id
+    is padding.
 
     Of queries only, and only where a bias or dropout asks for them: `heads_N`, the ids of the query heads
     that the array holds (int32), and `seeds_B`, a random number for each batch row (uint32).

@@ -5,6 +5,7 @@ Batches are NumPy arrays of the whole batch; who owns which rows is said by a me
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,11 +111,12 @@ class EvalRows:
 
     `document_names` has one name for each row that is not padding. `target_bytes` (one int32 [B, T]
     for each batch, in the same order of tokens) counts the bytes that each counted target stands
-    for, and is 0 elsewhere.
+    for, and is 0 elsewhere. `fingerprint` differs where the rows do, whatever their layout and batches.
     """
 
     batches: list[Batch]
     document_names: tuple[str, ...]
+    fingerprint: str
     target_bytes: list[np.ndarray]
 
 
@@ -148,11 +150,21 @@ def eval_batches(
     return EvalRows(
         batches=batches,
         document_names=tuple(source.names[i] for i in chosen),
+        fingerprint=hash_rows(whole),
         target_bytes=[
             np.where(b.loss_mask_BT, tokenizer.byte_lengths(np.asarray(b.targets_BT)), 0)
             for b in batches
         ],
     )
+
+
+def hash_rows(batches: Sequence[Batch]) -> str:
+    """SHA-256 of the tokens and targets of every row that is not padding, as they were read."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for row in np.flatnonzero(batch.loss_mask_BT.any(axis=1)):
+            digest.update(batch.tokens_BT[row].tobytes() + batch.targets_BT[row].tobytes())
+    return digest.hexdigest()
 
 
 def _stack(rows: Sequence[Batch], *, batch_size: int) -> Batch:

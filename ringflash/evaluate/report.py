@@ -14,13 +14,19 @@ POLICY = (
 )
 
 
-def write(workdir: Path, step: int, scores: list[Score], documents: tuple[str, ...]) -> None:
-    """`<workdir>/eval/<step>.json`: the sums, what is made of them, how, and on which documents."""
+def write(
+    workdir: Path, step: int, scores: list[Score], documents: tuple[str, ...], fingerprint: str
+) -> None:
+    """`<workdir>/eval/<step>.json`: the sums, what is made of them, how, and on which documents.
+
+    `fingerprint` says which text and length exactly: `read` goes by it.
+    """
     rows = [
         dataclasses.asdict(s) | {"perplexity": s.perplexity, "bits_per_byte": s.bits_per_byte}
         for s in scores
     ]
     record = {"step": step, "policy": POLICY, "scores": rows, "documents": list(documents)}
+    record["fingerprint"] = fingerprint
     folder = workdir / "eval"
     folder.mkdir(exist_ok=True)
     draft = folder / f"{step}.json.tmp"
@@ -28,14 +34,16 @@ def write(workdir: Path, step: int, scores: list[Score], documents: tuple[str, .
     draft.replace(folder / f"{step}.json")
 
 
-def read(workdir: Path, step: int, documents: tuple[str, ...]) -> list[Score] | None:
-    """The scores of an earlier evaluation at that step and on these documents, or None."""
-    path = workdir / "eval" / f"{step}.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
-    if record.get("documents") != list(documents):
-        return None
+def read(workdir: Path, step: int, fingerprint: str) -> list[Score] | None:
+    """The scores of an earlier evaluation at that step on the same rows; None if there is none to read."""
     names = [field.name for field in dataclasses.fields(Score)]
-    return [Score(**{name: row[name] for name in names}) for row in record["scores"]]
+    try:
+        record = json.loads((workdir / "eval" / f"{step}.json").read_text())
+        if record["fingerprint"] != fingerprint:
+            return None
+        return [Score(**{name: row[name] for name in names}) for row in record["scores"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def forget(workdir: Path, *, after: int) -> None:

@@ -27,5 +27,6 @@ def evaluate(config: Config, workdir: Path) -> None:
         if restored is None:
             raise ConfigFault(f"{workdir} holds no checkpoint to evaluate")
         scores = parts.score(restored.state.params)
-        report.write(workdir, restored.step, scores, parts.eval_rows.document_names)
+        rows = parts.eval_rows
+        report.write(workdir, restored.step, scores, rows.document_names, rows.fingerprint)
         show(scores, None, restored.step)

@@ -12,8 +12,8 @@ SCORES = [WHOLE, EARLY, LATE]
 
 
 def test_comes_back_as_it_was(tmp_path):
-    report.write(tmp_path, 7, SCORES, ("a", "b"))
-    assert report.read(tmp_path, 7, ("a", "b")) == SCORES
+    report.write(tmp_path, 7, SCORES, ("a", "b"), "x")
+    assert report.read(tmp_path, 7, "x") == SCORES
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["7.json"]
     record = json.loads((tmp_path / "eval" / "7.json").read_text())
     assert record["step"] == 7
@@ -22,16 +22,16 @@ def test_comes_back_as_it_was(tmp_path):
 
 
 def test_what_is_not_there_or_of_other_documents_does_not_count(tmp_path):
-    assert report.read(tmp_path, 7, ("a", "b")) is None
-    report.write(tmp_path, 7, SCORES, ("a", "b"))
-    assert report.read(tmp_path, 8, ("a", "b")) is None
-    assert report.read(tmp_path, 7, ("a",)) is None
+    assert report.read(tmp_path, 7, "x") is None
+    report.write(tmp_path, 7, SCORES, ("a", "b"), "x")
+    assert report.read(tmp_path, 8, "x") is None
+    assert report.read(tmp_path, 7, "y") is None
 
 
 def test_later_steps_are_forgotten(tmp_path):
     report.forget(tmp_path, after=3)
     for step in (1, 7, 10):
-        report.write(tmp_path, step, SCORES, ("a",))
+        report.write(tmp_path, step, SCORES, ("a",), "x")
     (tmp_path / "eval" / "notes.json").write_text("mine")
     report.forget(tmp_path, after=7)
     assert {path.name for path in (tmp_path / "eval").iterdir()} == {

@@ -16,6 +16,7 @@ import jax
 from ringflash.config import Config, device_count
 
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+ONE_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 TPU_DEVICES = ("accel*", "vfio/[0-9]*")
 
 
@@ -36,9 +37,22 @@ def prepare(config: Config) -> None:
     # Orbax and grain speak through absl's logger: leave standard error to their errors.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if platform() == "cpu":
+        order_collectives()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", device_count(config.mesh, config.cpu_devices))
     _cache_compilations()
+
+
+def order_collectives() -> None:
+    """Let simulated devices meet for one collective after another; before the first device is touched.
+
+    A device waits in a thread, and there are as many threads as devices. Under jaxlib 0.12's default
+    schedule a device may wait in two collectives at once; then another finds no thread, and all hang
+    until XLA aborts. A schedule for the least memory has one order for all.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_scheduler_type" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {ONE_ORDER}".strip()
 
 
 def _installed(module: str) -> bool:

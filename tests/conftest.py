@@ -12,6 +12,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES}".s
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from ringflash.startup import order_collectives  # noqa: E402
+
+order_collectives()
+
 DEVICES = 8
 
 jax.config.update("jax_platforms", "cpu")

@@ -11,6 +11,8 @@ from ringflash.data.batch import concatenate, label_row, reorder
 from ringflash.data.tokenizers import ByteTokenizer
 from ringflash.mesh import make_mesh
 
+pytestmark = pytest.mark.slow  # whole runs: with the oldest JAX only, in `.ci/run`
+
 STEPS = 10
 ALONE = {"mesh__context": 1, "attention__layout": "contiguous"}
 MIXED = {"mesh__fsdp": 2, "mesh__context": 2, "mesh__tensor": 2}

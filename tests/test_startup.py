@@ -82,3 +82,10 @@ def test_platform_needs_a_device_and_its_plugin(monkeypatch, named, modules, dev
     monkeypatch.setattr(startup, "_installed", modules.__contains__)
     monkeypatch.setattr(startup, "_has_device", devices.__contains__)
     assert startup.platform() == platform
+
+
+def test_collectives_are_ordered_once(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    startup.order_collectives()
+    startup.order_collectives()
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {startup.ONE_ORDER}"

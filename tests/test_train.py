@@ -21,6 +21,8 @@ from ringflash.evaluate.run import evaluate
 from ringflash.exits import ConfigFault, DataFault, Diverged, Preempted
 from ringflash.train import train
 
+pytestmark = pytest.mark.slow  # whole runs: with the oldest JAX only, in `.ci/run`
+
 STEPS = 8
 # All-gather compiles in a third of the time of the ring; nothing here is about either.
 RUN = {
@@ -270,7 +272,7 @@ def test_data_that_ends_is_told_and_what_was_done_is_saved(source, tmp_path, unc
     workdir = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(
-            DataFault, match=r"ended after step \d+ of 99: raise data.epochs"
+            DataFault, match=r"ended after step \d+ of 99: data.epochs holds no more"
         ) as stop:
             start(workdir, source, steps=99, data__epochs=1, checkpoint__every=0)
         last = max(records(workdir, "train/loss"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from ringflash.assemble import batch_losses, loss_sum, make_data, make_model
 from ringflash.attention import LAYOUTS, ROW_LAYOUTS, STRATEGIES, order_rows
-from ringflash.config import Config, MeshConfig
+from ringflash.config import Config, MeshConfig, device_count
 from ringflash.data.batch import Batch, concatenate, padding_rows, reorder, unpacked
 from ringflash.exits import Unequal
 from ringflash.mesh import BATCH_AXES, extent, make_mesh, put, shardings
@@ -103,7 +102,9 @@ def ways(config: Config, batch: Batch, devices: int) -> Iterator[Way]:
             strategy = dataclasses.replace(config.attention, strategy="ring")
             way = dataclasses.replace(config, mesh=mesh, attention=strategy)
             yield Way(f"mesh {sizes or 'of one device'}", way)
-    context = make_mesh(config.mesh, jax.devices()[: used(config.mesh, devices)]).shape["context"]
+    context = make_mesh(config.mesh, jax.devices()[: device_count(config.mesh, devices)]).shape[
+        "context"
+    ]
     halves = f"ulysses:2*ring:{context // 2}" if context % 2 == 0 else "ring"
     for strategy_name in dict.fromkeys([*STRATEGIES, halves]):
         if strategy_name != config.attention.strategy:
@@ -140,24 +141,23 @@ def meshes(config: Config, devices: int) -> Iterator[MeshConfig]:
                 yield MeshConfig(data, fsdp, context, tensor)
 
 
-def used(mesh: MeshConfig, devices: int) -> int:
-    """How many devices a mesh takes; one with -1 takes all."""
-    sizes = dataclasses.astuple(mesh)
-    return devices if -1 in sizes else math.prod(sizes)
-
-
 def split_rows(batch: Batch) -> list[Batch]:
     """The rows of a batch, one by one."""
     rows = range(len(batch.tokens_BT))
     return [jax.tree.map(lambda x, row=row: x[row : row + 1], batch) for row in rows]
 
 
+def begun(config: Config, devices: list[jax.Device]) -> tuple[Any, Any, Any]:
+    """The mesh on as many devices as it takes, the model's structure, and its first parameters."""
+    mesh = make_mesh(config.mesh, devices[: device_count(config.mesh, len(devices))])
+    graph, init = make_model(config, mesh)
+    return mesh, graph, jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+
+
 def answer(way: Way, batch: Batch, devices: list[jax.Device]) -> Answer:
     """Loss and gradients of the whole batch, summed over the way's pieces."""
     config = way.config
-    mesh = make_mesh(config.mesh, devices[: used(config.mesh, len(devices))])
-    graph, init = make_model(config, mesh)
-    params = jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+    mesh, graph, params = begun(config, devices)
 
     @jax.jit
     def grads_of(params: Any, piece: Batch) -> Any:
@@ -202,9 +202,7 @@ def leaks(config: Config, batch: Batch, devices: list[jax.Device]) -> list[str]:
     """Change one document's tokens, and the last half of a row: nothing else, nothing before may move."""
     plain = dataclasses.replace(config.attention, layout="contiguous")
     config = dataclasses.replace(config, attention=plain)
-    mesh = make_mesh(config.mesh, devices[: used(config.mesh, len(devices))])
-    graph, init = make_model(config, mesh)
-    params = jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+    mesh, graph, params = begun(config, devices)
 
     @jax.jit
     def losses_of(params: Any, batch: Batch) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy, parse
 from ringflash.attention.kernel import Bias, Kernel, Request, Spec, differentiable
-from ringflash.attention.mask import PADDING, Causal, Mask, Segments, Tokens
+from ringflash.attention.mask import Causal, Mask, Segments, Tokens, lengthened
 from ringflash.attention.strategies.sharded import laid, sharded
 from ringflash.attention.validate import check_arrays, check_options, int32_tokens
 
@@ -191,11 +191,4 @@ def padded(x: Array, at: Tokens, shards: int) -> tuple[Array, Tokens]:
     more = -x.shape[1] % shards
     if not more:
         return x, at
-    rows = ((0, 0), (0, more))
-    # XLA's partitioner takes two pads of one array for the same, whatever they pad with (jaxlib 0.10.2),
-    # and both fields may be one array. So both are padded with 0.
-    at = at._replace(
-        positions_BT=jnp.pad(at.positions_BT, rows),
-        segment_ids_BT=jnp.pad(at.segment_ids_BT - PADDING, rows) + PADDING,
-    )
-    return jnp.pad(x, (*rows, (0, 0), (0, 0))), at
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))), lengthened(at, more)

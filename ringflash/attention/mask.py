@@ -45,6 +45,19 @@ def only(at: Tokens, first: int, last: int) -> Tokens:
     return at if at.heads_N is None else at._replace(heads_N=at.heads_N[first:last])
 
 
+def lengthened(at: Tokens, more: int) -> Tokens:
+    """`more` rows of padding added at the end.
+
+    XLA's partitioner takes two pads of one array for the same, whatever they pad with (jaxlib 0.10.2), and
+    both fields may be one array. So both are padded with 0.
+    """
+    rows = ((0, 0), (0, more))
+    return at._replace(
+        positions_BT=jnp.pad(at.positions_BT, rows),
+        segment_ids_BT=jnp.pad(at.segment_ids_BT - PADDING, rows) + PADDING,
+    )
+
+
 class Span(NamedTuple):
     """What a run of tokens covers: least and greatest position and segment id. Padding has no position."""
 

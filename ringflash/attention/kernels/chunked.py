@@ -16,7 +16,7 @@ from jax import lax
 
 from ringflash.attention.axis import alike
 from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads
-from ringflash.attention.mask import EMPTY, FULL, PADDING, Span, Tokens, spans
+from ringflash.attention.mask import EMPTY, FULL, Span, Tokens, lengthened, spans
 from ringflash.attention.tile import biased, cap_slope, capped, dropped, soften, weights
 
 Array = jax.Array
@@ -205,10 +205,8 @@ def unrow(x: Array, length: int, block: int) -> Array:
 
 def blocks_of(at: Tokens, block: int) -> Blocks:
     """The tokens in blocks; what is added at the end is padding. Each block has heads and seed."""
-    pad = ((0, 0), (0, -at.positions_BT.shape[1] % block))
-    positions = jnp.pad(at.positions_BT, pad)
-    # One fill for both: XLA's partitioner may merge pads of one array that differ only in their fill.
-    segments = jnp.pad(at.segment_ids_BT - PADDING, pad) + PADDING
+    at = lengthened(at, -at.positions_BT.shape[1] % block)
+    positions, segments = at[:2]
     B, length = positions.shape
     blocks = length // block
     span = spans(Tokens(positions, segments), blocks)

@@ -85,6 +85,13 @@ def spans(at: Tokens, blocks: int) -> Span:
     )
 
 
+class Bounds(NamedTuple):
+    """Least and greatest key position that a query sees, both inclusive, int32; None is no bound."""
+
+    lo: Array | None = None
+    hi: Array | None = None
+
+
 def classify(empty: Array, full: Array) -> Array:
     """EMPTY, PARTIAL or FULL from two truth values."""
     return jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int8)
@@ -101,6 +108,13 @@ class Mask:
 
     def relation(self, q: Span, k: Span) -> Array:
         """EMPTY, PARTIAL or FULL (int8) per pair of spans."""
+        raise NotImplementedError
+
+    def bounds(self, q: Tokens) -> Bounds:
+        """The key positions that each query sees, as an interval; (None, None) is every position.
+
+        For kernels that know no other masks. Raises NotImplementedError where it is not an interval.
+        """
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
@@ -129,6 +143,15 @@ class Both(Mask):
         # EMPTY < PARTIAL < FULL, so the least is right: one EMPTY empties, FULL needs all.
         return reduce(jnp.minimum, (m.relation(q, k) for m in self.masks))
 
+    def bounds(self, q: Tokens) -> Bounds:
+        each = [mask.bounds(q) for mask in self.masks]
+        lows = [x.lo for x in each if x.lo is not None]
+        highs = [x.hi for x in each if x.hi is not None]
+        return Bounds(
+            reduce(jnp.maximum, lows) if lows else None,
+            reduce(jnp.minimum, highs) if highs else None,
+        )
+
 
 @dataclass(frozen=True)
 class Full(Mask):
@@ -142,6 +165,9 @@ class Full(Mask):
             jnp.broadcast_shapes(q.segment_min.shape, k.segment_min.shape), FULL, jnp.int8
         )
 
+    def bounds(self, q: Tokens) -> Bounds:
+        return Bounds()
+
 
 @dataclass(frozen=True)
 class Causal(Mask):
@@ -152,6 +178,9 @@ class Causal(Mask):
 
     def relation(self, q: Span, k: Span) -> Array:
         return classify(q.position_max < k.position_min, q.position_min >= k.position_max)
+
+    def bounds(self, q: Tokens) -> Bounds:
+        return Bounds(hi=q.positions_BT)
 
 
 @dataclass(frozen=True)
@@ -184,6 +213,14 @@ class Window(Mask):
             empty, full = empty | (most < -self.right), full & (least >= -self.right)
         return classify(nothing | empty, full)
 
+    def bounds(self, q: Tokens) -> Bounds:
+        position, largest = q.positions_BT, jnp.iinfo(jnp.int32).max
+        if self.right is None:
+            return Bounds(lo=position - (self.left - 1))
+        return Bounds(
+            position - (self.left - 1), jnp.minimum(position, largest - self.right) + self.right
+        )
+
 
 @dataclass(frozen=True)
 class Chunked(Mask):
@@ -205,6 +242,10 @@ class Chunked(Mask):
         apart = (q_last < k_first) | (k_last < q_first)
         return classify(apart, (q_first == k_last) & (q_last == k_first))
 
+    def bounds(self, q: Tokens) -> Bounds:
+        first = q.positions_BT // self.size * self.size
+        return Bounds(first, first + (self.size - 1))
+
 
 @dataclass(frozen=True)
 class Prefix(Mask):
@@ -218,6 +259,9 @@ class Prefix(Mask):
     def relation(self, q: Span, k: Span) -> Array:
         empty = (k.position_min >= self.length) & (q.position_max < k.position_min)
         return classify(empty, (k.position_max < self.length) | (q.position_min >= k.position_max))
+
+    def bounds(self, q: Tokens) -> Bounds:
+        return Bounds(hi=jnp.maximum(q.positions_BT, self.length - 1))
 
 
 @dataclass(frozen=True)
@@ -234,6 +278,9 @@ class Segments(Mask):
         apart = (q.segment_max < k.segment_min) | (k.segment_max < q.segment_min)
         one = (q.segment_min == k.segment_max) & (q.segment_max == k.segment_min)
         return classify(padding | apart, one & (q.segment_min >= 0))
+
+    def bounds(self, q: Tokens) -> Bounds:
+        return Bounds()
 
 
 @dataclass(frozen=True)

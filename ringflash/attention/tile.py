@@ -6,6 +6,8 @@ keys. Scores are fp32. `q_at` and `k_at` are the tokens of the tile, fields [...
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,8 @@ from ringflash.attention.kernel import FLOOR, Bias, Spec, facing
 from ringflash.attention.mask import Tokens
 
 Array = jax.Array
+LOG2E = 1.4426950408889634
+HIDDEN = 2 * FLOOR * LOG2E
 
 
 def capped(raw_ts: Array, spec: Spec) -> Array:
@@ -32,6 +36,47 @@ def biased(capped_ts: Array, spec: Spec, q_at: Tokens, k_at: Tokens) -> Array:
     q_t1, k_1s = facing(q_at, k_at)
     q, k = (x.positions_BT[..., None, None, :, :] for x in (q_t1, k_1s))
     return capped_ts + spec.bias(q, k, heads_of(q_at, capped_ts)).astype(capped_ts.dtype)
+
+
+def seen(
+    tests: tuple[str, ...], lo: Array, hi: Array, position: Array, same_segment: Callable[[], Array]
+) -> Array | None:
+    """Which pairs pass the tests (see `kernels.mosaic.agenda`): queries' bounds against keys' positions.
+
+    Both bounds are one comparison: position - lo <= hi - lo, unsigned, since lo <= hi. None: no test.
+    """
+    passed: Array | None = None
+    if "hi" in tests and "lo" in tests:
+        passed = (position - lo).astype(jnp.uint32) <= (hi - lo).astype(jnp.uint32)
+    elif "hi" in tests:
+        passed = position <= hi
+    elif "lo" in tests:
+        passed = position >= lo
+    if "segment" in tests:
+        passed = same_segment() if passed is None else passed & same_segment()
+    return passed
+
+
+def in_base_2(raw: Array, softcap: float | None) -> Array:
+    """Scores times log2(e), from products whose q was multiplied by `query_factor`."""
+    return raw if softcap is None else jnp.tanh(raw) * (softcap * LOG2E)
+
+
+def query_factor(spec: Spec, head_dim: int) -> float:
+    """What q is multiplied by before the product: scale, and log2(e) or 1 / softcap."""
+    scale = spec.scale_for(head_dim)
+    return scale * LOG2E if spec.softcap is None else scale / spec.softcap
+
+
+def hidden(score: Array, visible: Array | None) -> Array:
+    """Scores with HIDDEN where invisible: exp2(HIDDEN - m) is 0 for every maximum m, even that of an empty row."""
+    return score if visible is None else jnp.where(visible, score, HIDDEN)
+
+
+def score_gradient(p: Array, dp: Array, delta: Array, raw: Array, softcap: float | None) -> Array:
+    """d loss / d (scaled product), before the cap: p (dp - delta), times the slope of the cap."""
+    ds = p * (dp - delta)
+    return ds if softcap is None else ds * (1.0 - jnp.square(jnp.tanh(raw)))
 
 
 def heads_of(q_at: Tokens, x_KGts: Array) -> Array:

@@ -1,0 +1,79 @@
+"""The TPU generations that can be compiled for, and what one TensorCore of each can do at most.
+
+Public figures of the makers; those of the slice (links, chips) are not here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from ringflash.exits import ConfigFault
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One kind of TPU. Rates are those of one TensorCore."""
+
+    name: str
+    topology: str  # the smallest slice that the compiler knows, in its own words
+    device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` has it
+    cores: int  # TensorCores behind one device as compiled here; on hardware v4 may join two as well
+    flops_per_cycle: int  # bf16, by the matrix units
+    clock_ghz: float
+    hbm_tb_per_s: float
+    vmem_mib: int
+
+    @property
+    def hbm_bytes_per_cycle(self) -> float:
+        """What one TensorCore can move from or to HBM in a cycle."""
+        return self.hbm_tb_per_s * 1e3 / self.clock_ghz
+
+
+GENERATIONS = {
+    each.name: each
+    for each in (
+        Generation("v4", "v4:2x2x1", ("TPU v4",), 1, 131_072, 1.05, 0.61, 16),
+        Generation("v5e", "v5e:2x2", ("TPU v5 lite", "TPU v5e"), 1, 131_072, 1.5, 0.82, 128),
+        Generation("v5p", "v5p:2x2x1", ("TPU v5", "TPU v5p"), 2, 131_072, 1.75, 1.38, 64),
+        Generation("v6e", "v6e:2x2", ("TPU v6 lite", "TPU v6e"), 1, 524_288, 1.75, 1.64, 128),
+        Generation("7x", "tpu7x:2x2x1", ("TPU7x", "TPU 7x"), 1, 524_288, 2.2, 3.69, 64),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice to compile for: `name` is what the compiler is asked for."""
+
+    generation: Generation
+    name: str
+
+
+def topology(text: str) -> Topology:
+    """`v5p:2x2x1`, `tpu7x:2x2x1`, or `v5p` alone for the smallest slice. Raises ConfigFault."""
+    known = f"known: {', '.join(GENERATIONS)}, alone or with a shape such as v5p:2x2x1"
+    name, colon, shape = text.partition(":")
+    short = name.removeprefix("tpu")
+    generation = GENERATIONS.get(short)
+    if generation is None:
+        near = difflib.get_close_matches(short, GENERATIONS, n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
+        raise ConfigFault(f"{name!r} is no TPU generation{meant}; {known}")
+    if not colon:
+        return Topology(generation, generation.topology)
+    smallest = generation.topology.partition(":")[2]
+    axes = smallest.count("x") + 1
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * axes), shape, re.ASCII):
+        raise ConfigFault(
+            f"{text!r}: the shape of a {generation.name} slice is {axes} numbers such as {smallest},"
+            f" found {shape or 'nothing'}"
+        )
+    return Topology(generation, f"{generation.topology.partition(':')[0]}:{shape}")
+
+
+def of_device_kind(device_kind: str) -> Generation | None:
+    """The generation whose devices call themselves so, or None."""
+    found = [g for g in GENERATIONS.values() if device_kind in g.device_kinds]
+    return found[0] if found else None

@@ -32,6 +32,7 @@ LEVELS = {
     "config": 1,
     "checks": 3,
     "assemble": 3,
+    "bench": 3,
     "check": 4,
     "run": 4,
     "train": 5,

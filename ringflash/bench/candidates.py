@@ -30,23 +30,14 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Sizes a candidate is told to take; `compute_k` keys of a block of `block_k` at once."""
-
-    block_q: int
-    block_k: int
-    compute_k: int
-
-
-@dataclass(frozen=True)
 class Job:
-    """One program to compile. `tiles` None: the candidate's own choice for the generation."""
+    """One program to compile. `tiles`: sizes in the candidate's own order; None: its own choice."""
 
     candidate: str
     direction: str
     shape: Shape
     generation: str
-    tiles: Tiles | None = None
+    tiles: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +66,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`build(job, device)` -> a function and its abstract arguments; `parts(job)` -> its kernels."""
+    """`build(job, device)` -> a function and its abstract arguments; `parts(job)` -> its kernels.
+
+    sweep: what `Job.tiles` may be; each figure of it is told for the tiles that are best there.
+    """
 
     name: str
     needs: str  # the module that must be installed
     build: Callable[[Job, Any], tuple[Callable[..., Any], tuple[Any, ...]]]
     parts: Callable[[Job], list[Part]]
     directions: tuple[str, ...] = DIRECTIONS
+    sweep: tuple[tuple[int, ...] | None, ...] = (None,)
 
 
 def causal_tiles(seq_len: int, block_q: int, block_k: int) -> tuple[int, int]:

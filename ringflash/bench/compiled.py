@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ringflash.bench import ours_tpu, splash
-from ringflash.bench.candidates import Candidate, Job, Shape, Tiles
+from ringflash.bench.candidates import Candidate, Job, Shape
 from ringflash.plan import schedule
 from ringflash.plan.compiler import in_child
 from ringflash.plan.generations import Topology
@@ -37,7 +37,9 @@ def measure(jobs: Sequence[Job], topology: Topology, flags: str = "") -> list[Co
     """
     asked = {"topology": topology.name, "jobs": [dataclasses.asdict(job) for job in jobs]}
     work = f"{__name__}:compile_all"
-    told = in_child(work, asked, seconds=SECONDS_A_JOB * len(jobs), flags=flags)
+    told = in_child(
+        work, asked, seconds=SECONDS_A_JOB * len(jobs), flags=f"{schedule.ONLY} {flags}"
+    )
     return [
         Compiled(job, tuple(map(schedule.from_json, one["schedules"])), one["error"])
         for job, one in zip(jobs, told, strict=True)
@@ -80,5 +82,5 @@ def compile_one(job: Job, device: Any, dump: Path) -> list[Schedule]:
 def job_of(values: dict[str, Any]) -> Job:
     """The inverse of `dataclasses.asdict`."""
     tiles = values["tiles"]
-    fresh = {"shape": Shape(**values["shape"]), "tiles": tiles and Tiles(**tiles)}
+    fresh = {"shape": Shape(**values["shape"]), "tiles": tiles and tuple(tiles)}
     return Job(**{**values, **fresh})

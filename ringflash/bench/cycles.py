@@ -52,7 +52,9 @@ class Cycles:
 
     full: float
     partial: float
-    efficiency: float  # of the matrix units' bf16 peak, on a FULL tile, counting needed products only
+    efficiency: (
+        float  # of the matrix units' bf16 peak, on a FULL tile, counting needed products only
+    )
     busy: dict[str, float]
     spills: int
     vmem_bytes: int | None
@@ -130,6 +132,6 @@ def runs_of(part: Part, schedule: Schedule, block: Block, heads: int) -> float:
         serves = dict.fromkeys(serves, part.full + part.partial)
     if place in serves:
         return serves[place]
-    if block.skips and not any(block.skips[-1] in b.skips for b in schedule.matrix_blocks()):
+    if block.skips and not any(block.skips[-1] in b.skips for b in (*full, *partial)):
         return part.starts
     return part.steps

@@ -21,10 +21,21 @@ from ringflash.exits import ConfigFault
 from ringflash.plan.compiler import require
 from ringflash.plan.generations import Topology
 
-HEADER = ["", "FULL", "PARTIAL", "of peak", "bound", "busy", "spills", "VMEM MiB", "whole", "x whole"]
+HEADER = [
+    "",
+    "FULL",
+    "PARTIAL",
+    "of peak",
+    "bound",
+    "busy",
+    "spills",
+    "VMEM MiB",
+    "whole",
+    "x whole",
+]
 HELP = (
     "cycles of a 1024 x 1024 tile; busy: the bound unit's share of a FULL one; "
-    "whole: kilocycles of the kernel for one query head; x: over that of ours"
+    "whole: kilocycles of the kernel for one query head; x whole: over that of ours"
 )
 
 
@@ -77,18 +88,27 @@ def about(options: KernelOptions, names: list[str]) -> Table:
 def of_topology(options: KernelOptions, names: list[str], topology: Topology) -> Table:
     """The rows of one generation: forward of each candidate, then backward."""
     generation, shape = topology.generation, options.shape
-    jobs = [
-        Job(name, direction, shape, generation.name)
+    rows = [
+        (name, direction)
         for direction in DIRECTIONS
         for name in names
         if direction in CANDIDATES[name].directions
     ]
+    jobs = [
+        Job(name, direction, shape, generation.name, tiles)
+        for name, direction in rows
+        for tiles in CANDIDATES[name].sweep
+    ]
     found = measure(jobs, topology)
-    known = {one.job: weigh(one, topology) for one in found if not one.error}
     table = Table(title(options, topology), HEADER)
-    for one in found:
-        ours = known.get(Job(OURS, one.job.direction, shape, generation.name))
-        record = record_of(one, known.get(one.job), ours)
+    records = {
+        row: record_of(
+            [one for one in found if (one.job.candidate, one.job.direction) == row], topology
+        )
+        for row in rows
+    }
+    for (_, direction), record in records.items():
+        record["x_whole"] = ratio(record, records[OURS, direction])
         table.records.append({"generation": generation.name, "topology": topology.name, **record})
         table.rows.append(cells(record))
     return table
@@ -108,23 +128,35 @@ def weigh(one: Compiled, topology: Topology) -> Cycles:
     return cycles(one.job, parts, one.schedules, topology.generation)
 
 
-def record_of(one: Compiled, known: Cycles | None, ours: Cycles | None) -> dict[str, Any]:
-    """A row as plain values; what is not known is None."""
-    record: dict[str, Any] = {"who": one.job.candidate, "pass": one.job.direction}
-    if known is None:
-        return {**record, "error": one.error}
+def record_of(sweep: list[Compiled], topology: Topology) -> dict[str, Any]:
+    """A row as plain values: of the tiles best for a FULL tile, but for the whole kernel's own best."""
+    job = sweep[0].job
+    record: dict[str, Any] = {"who": job.candidate, "pass": job.direction}
+    known = [(one.job.tiles, weigh(one, topology)) for one in sweep if not one.error]
+    if not known:
+        return {**record, "error": sweep[0].error}
+    tiles, best = min(known, key=lambda pair: pair[1].full)
+    whole_tiles, whole = min(known, key=lambda pair: pair[1].whole)
     return {
         **record,
-        "full_cycles": known.full,
-        "partial_cycles": known.partial,
-        "efficiency": known.efficiency,
-        "bound": known.bound,
-        "busy_cycles": known.busy,
-        "spills": known.spills,
-        "vmem_bytes": known.vmem_bytes,
-        "whole_cycles_per_head": known.whole,
-        "x_whole": None if ours is None else known.whole / ours.whole,
+        "tiles": tiles,
+        "full_cycles": best.full,
+        "partial_cycles": best.partial,
+        "efficiency": best.efficiency,
+        "bound": best.bound,
+        "busy_cycles": best.busy,
+        "spills": best.spills,
+        "vmem_bytes": best.vmem_bytes,
+        "whole_tiles": whole_tiles,
+        "whole_cycles_per_head": whole.whole,
     }
+
+
+def ratio(record: dict[str, Any], ours: dict[str, Any]) -> float | None:
+    """Whole kernel over ours; None where one of them is not known."""
+    if "error" in record or "error" in ours:
+        return None
+    return float(record["whole_cycles_per_head"] / ours["whole_cycles_per_head"])
 
 
 def cells(record: dict[str, Any]) -> list[str]:

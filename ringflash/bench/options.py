@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ringflash.bench import flags, kernel_options
+from ringflash.bench.kernel_options import KernelOptions
 from ringflash.exits import ConfigFault
 
-SUBJECTS = ("attention",)
+SUBJECTS = ("attention", "kernel")
 TABLES = ("one_device", "ring", "tiles", "errors", "blocks")
 PEERS = ("torch", "tokamax", "jax", "ringattention")
 DTYPES = ("float32", "bfloat16")
-HELP = """usage: ringflash bench attention [--seq_len=4096] [--heads=8] [--kv_heads=8] [--head_dim=64]
+HELP = f"""usage: ringflash bench attention [--seq_len=4096] [--heads=8] [--kv_heads=8] [--head_dim=64]
          [--dtype=float32] [--devices=8] [--repeats=5] [--json]
          [--peers=torch,tokamax,jax,ringattention] [--tables=one_device,ring,tiles]
          [--blocks=128x128,256x128]
@@ -26,7 +27,8 @@ Times attention, causal, batch 1, forward and forward+backward, in turns in one 
   blocks      tile sizes of `chunked`, as QUERIESxKEYS, beside its own choice
 --peers names what must be there; without it, what is installed is used and what is not is told.
 `pip install 'ringflash[bench]'` installs them. --json prints one JSON object a line.
-"""
+
+{kernel_options.HELP}"""
 
 
 @dataclass(frozen=True)
@@ -49,24 +51,24 @@ class Options:
 NAMES = tuple(field.name for field in fields(Options))
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """`attention --name=value ...` as Options. Raises ConfigFault with all that is wrong."""
+def parse(arguments: Sequence[str]) -> Options | KernelOptions:
+    """`attention --name=value ...` as Options, `kernel ...` as KernelOptions.
+
+    Raises ConfigFault with all that is wrong.
+    """
     rest, faults = list(arguments), []
     if not rest or rest[0] not in SUBJECTS:
         faults.append(f"bench: wanted one of {', '.join(SUBJECTS)}, found {rest[:1] or 'nothing'}")
         rest = [x for x in rest if x.startswith("--")]
+    elif rest[0] == "kernel":
+        return kernel_options.parse(rest[1:])
     else:
         rest = rest[1:]
-    taken: dict[str, Any] = {}
-    for argument in rest:
-        try:
-            taken |= value(argument)
-        except ConfigFault as fault:
-            faults += fault.lines()
+    taken, wrong = flags.gather(rest, value)
     options = replace(Options(), **taken)
     if "heads" in taken and "kv_heads" not in taken:
         options = replace(options, kv_heads=options.heads)
-    faults += together(options)
+    faults += [*wrong, *together(options)]
     if faults:
         raise ConfigFault(*faults)
     return options
@@ -74,42 +76,22 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def value(argument: str) -> dict[str, Any]:
     """One argument. Raises ConfigFault."""
-    name, equals, text = argument.removeprefix("--").partition("=")
-    if not argument.startswith("--"):
-        raise ConfigFault(f"{argument}: left over")
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        meant = f": did you mean --{near[0]}?" if near else f"; known: {', '.join(NAMES)}"
-        raise ConfigFault(f"--{name}: unknown flag{meant}")
+    name, text = flags.split(argument, NAMES)
     if name == "json":
-        if equals:
-            raise ConfigFault(f"{argument}: --json takes no value")
         return {"json": True}
-    if not text:
-        raise ConfigFault(f"--{name} has no value: wanted --{name}=VALUE")
     if name == "blocks":
         return {name: tuple(block(argument, part) for part in text.split(","))}
-    if name in ("peers", "tables", "dtype"):
-        known = {"peers": PEERS, "tables": TABLES, "dtype": DTYPES}[name]
-        parts = (text,) if name == "dtype" else tuple(text.split(","))
-        for part in parts:
-            if part not in known:
-                raise ConfigFault(f"{argument}: {part!r} is unknown; known: {', '.join(known)}")
-        return {name: text if name == "dtype" else parts}
-    return {name: positive(argument, text)}
+    if name == "dtype":
+        return {name: flags.one_of(argument, text, DTYPES)}
+    if name in ("peers", "tables"):
+        return {name: flags.chosen(argument, text, PEERS if name == "peers" else TABLES)}
+    return {name: flags.positive(argument, text)}
 
 
 def block(argument: str, text: str) -> tuple[int, int]:
     """128x256 as (128, 256). Raises ConfigFault."""
     queries, _, keys = text.partition("x")
-    return positive(argument, queries), positive(argument, keys)
-
-
-def positive(argument: str, text: str) -> int:
-    """Raises ConfigFault unless the text is a whole number above 0."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ConfigFault(f"{argument}: wanted whole numbers above 0, found {text!r}")
-    return int(text)
+    return flags.positive(argument, queries), flags.positive(argument, keys)
 
 
 def together(options: Options) -> list[str]:

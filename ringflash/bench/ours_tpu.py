@@ -11,21 +11,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringflash.attention import Causal, Spec, Tokens
+from ringflash.attention.kernels.mosaic.tiles import Tiles
+from ringflash.attention.kernels.tpu import tpu
 from ringflash.bench.candidates import Candidate, Job, Part
 
 
 def build(job: Job, device: Any) -> tuple[Any, tuple[Any, ...]]:
     """The pair of functions of the Kernel contract, each alone."""
-    # Only the child needs it.
-    from ringflash.attention.kernels.tpu import tpu
-
     s = job.shape
     where = NamedSharding(Mesh(np.array([device]), ("x",)), P())
 
     def array(*shape: int, dtype: Any = s.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where)
 
-    kernel = tpu(Spec(Causal()), tiles=job.tiles, device_kind=device.device_kind)
+    tiles = Tiles(*job.tiles) if job.tiles else None
+    kernel = tpu(Spec(Causal()), tiles=tiles, device_kind=device.device_kind)
     at = Tokens(array(1, s.seq_len, dtype=jnp.int32), array(1, s.seq_len, dtype=jnp.int32))
     q, dout = (array(1, s.seq_len, s.heads, s.head_dim) for _ in range(2))
     k, v = (array(1, s.seq_len, s.kv_heads, s.head_dim) for _ in range(2))

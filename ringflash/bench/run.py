@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringflash.bench import attention
+from ringflash.bench import attention, kernel
+from ringflash.bench.kernel_options import KernelOptions
 from ringflash.bench.options import parse
 
 
@@ -16,8 +17,13 @@ def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
     Raises ConfigFault for arguments that are wrong, before a device is touched.
     """
     options = parse(arguments)
-    attention.prepare(options)
-    for table in attention.measured(options):
+    if isinstance(options, KernelOptions):
+        kernel.prepare(options)
+        tables = kernel.measured(options)
+    else:
+        attention.prepare(options)
+        tables = attention.measured(options)
+    for table in tables:
         if options.json:
             print(json.dumps({"title": table.title, "records": table.records}), flush=True)
         elif table.rows:

@@ -1,13 +1,13 @@
 """JAX's splash attention and tokamax's, which grew out of it, as candidates.
 
-Tile sizes are the best of a sweep under the same compiler. Both are given what they are fastest with:
-the fused backward, and for tokamax a body without mask arithmetic where a tile needs none.
+Each is told at its best: for each figure the best of a few tile sizes, the fused backward, and for
+tokamax a body without mask arithmetic where a tile needs none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringflash.bench.candidates import Candidate, Job, Part, Tiles, causal_tiles
+from ringflash.bench.candidates import DIRECTIONS, Candidate, Job, Part, causal_tiles
 from ringflash.plan.generations import GENERATIONS
 
-BEST = Tiles(1024, 1024, 1024)
+
+class Tiles(NamedTuple):
+    """Queries and keys of a grid step, and how many of its keys are taken at once."""
+
+    block_q: int
+    block_k: int
+    compute_k: int
+
+
+# Of a wider sweep (512 to 2048, and 256 to 1024 keys at once) those that were best somewhere.
+SWEEP = (Tiles(1024, 2048, 512), Tiles(2048, 2048, 512), Tiles(1024, 1024, 512))
 
 
 def tiles_of(job: Job) -> Tiles:
-    """Those asked for, else the best that are known."""
-    return job.tiles or BEST
+    """Those asked for, else the first of the sweep."""
+    return Tiles(*job.tiles) if job.tiles else SWEEP[0]
 
 
 def arguments(job: Job, device: Any) -> tuple[Any, ...]:
@@ -65,6 +75,8 @@ def of_jax(job: Job, device: Any, *, fused: bool) -> tuple[Any, tuple[Any, ...]]
     """JAX's splash attention."""
     # Only the child needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    # As above.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     t, s = tiles_of(job), job.shape
@@ -154,13 +166,18 @@ def parts_of_tokamax(job: Job) -> list[Part]:
     return [parts(job, "fwd" if forward else "dkv", dense=not forward)]
 
 
-FORWARD, BACKWARD = ("forward",), ("backward",)
+def candidate(name: str, build: Any, parts: Any, directions: tuple[str, ...]) -> Candidate:
+    """Of one of the two libraries, whose kernels are in JAX itself or in tokamax."""
+    needs = "tokamax" if name.startswith("tokamax") else "jax"
+    return Candidate(name, needs, build, parts, directions, SWEEP)
+
+
 PEERS = {
     each.name: each
     for each in (
-        Candidate("splash", "jax", build_splash, parts_of_splash),
-        Candidate("splash_unfused", "jax", build_unfused, parts_of_unfused, BACKWARD),
-        Candidate("tokamax", "tokamax", build_tokamax, parts_of_tokamax),
-        Candidate("tokamax_lp", "tokamax", build_tokamax_lp, parts_of_tokamax, FORWARD),
+        candidate("splash", build_splash, parts_of_splash, DIRECTIONS),
+        candidate("splash_unfused", build_unfused, parts_of_unfused, ("backward",)),
+        candidate("tokamax", build_tokamax, parts_of_tokamax, DIRECTIONS),
+        candidate("tokamax_lp", build_tokamax_lp, parts_of_tokamax, ("forward",)),
     )
 }

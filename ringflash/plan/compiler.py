@@ -20,6 +20,8 @@ from ringflash.exits import UNEQUAL, ConfigFault, Stop
 
 EXTRA = "pip install 'ringflash[plan]'"
 LAST_LINES = 8
+# Of the user's variables these change what is compiled, or have a cache answer without a dump.
+DROPPED = ("JAX_", "XLA_", "TPU_", "LIBTPU_")
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",  # of the child: the TPU is only compiled for
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second compiler dies of the first one's lock file
@@ -59,17 +61,20 @@ def in_child(work: str, argument: Any, *, seconds: float, flags: str = "") -> An
         code = _run(home, environment(home / "dump", flags), seconds)
         result = home / "result.json"
         if code is None:
-            raise CompilerFailed(f"the TPU compiler was killed after {seconds:g} seconds; {_last(home)}")
+            raise CompilerFailed(
+                f"the TPU compiler was killed after {seconds:g} seconds; {_last(home)}"
+            )
         if code or not result.exists():
             raise CompilerFailed(f"the TPU compiler ended with code {code}; {_last(home)}")
         return json.loads(result.read_text())
 
 
 def environment(dump: Path, flags: str = "") -> dict[str, str]:
-    """The child's: ours, the settings of the compiler over it, and the same modules in reach."""
+    """The child's: ours but for `DROPPED`, the settings of the compiler, the same modules in reach."""
     wanted = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true {flags}".strip()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, **SETTINGS, "LIBTPU_INIT_ARGS": wanted, "PYTHONPATH": path}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    return {**kept, **SETTINGS, "LIBTPU_INIT_ARGS": wanted, "PYTHONPATH": path}
 
 
 def _run(home: Path, env: dict[str, str], seconds: float) -> int | None:

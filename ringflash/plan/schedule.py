@@ -7,6 +7,7 @@ semaphores) is not in the schedule. Only text is read here; nothing is compiled.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
 UTILIZATION = "-pre-delay_hlo-static-per-bundle-utilization.txt"
 BUNDLES = "-packed-bundles-post-ra.txt"
 ALLOCATIONS = "-post-bundle-packing-post-ra.txt"
+# For libtpu: dump no more than what is read here, which is a small part of all.
+ONLY = "--xla_jf_dump_llo_pass_label_regex=.*(pre-delay|-post-ra).*"
 BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:")
 BRANCH = re.compile(r"sbr\.\w+ .*?target bundleno = (\d+)")
 VMEM = re.compile(r"space=vmem, size = (0x[0-9a-f]+|\d+)(?:, offset = (0x[0-9a-f]+|\d+))?")
@@ -44,7 +47,9 @@ class Block:
     start: int
     bundles: int
     slots: dict[str, int]  # instructions issued, by unit
-    busy: dict[str, float]  # slots over how many the unit takes in a cycle: cycles it needs at least
+    busy: dict[
+        str, float
+    ]  # slots over how many the unit takes in a cycle: cycles it needs at least
     loops: int  # how many loops it stands in; the outermost is that over the grid
     skips: tuple[int, ...]  # the bundles of the branches that may jump over it, outermost first
 
@@ -115,13 +120,23 @@ def beside(file: Path, stem: str, ending: str) -> Path:
 
 
 def slots_of(text: str) -> tuple[list[int], list[list[int]]]:
-    """The capacity of each unit, and of each bundle the slots that it fills, both as in UNITS."""
+    """The capacity of each unit, and of each bundle the slots that it fills, both as in UNITS.
+
+    An older libtpu (0.0.42) counts MATMUL and MATPUSH as one, MXU: here that is MATMUL.
+    """
     head, mark, body = text.partition("== UTILIZATION:")
-    names = [name.split(":")[-1] for name in re.findall(r"[A-Z:]+(?=[,\n])", head)[-len(UNITS) :]]
-    if not mark or tuple(names) != UNITS:
+    lines = head.strip().split("\n")
+    names = [name.strip().split(":")[-1] for name in lines[max(0, len(lines) - 2)].split(",")]
+    names = ["MATMUL" if name == "MXU" else name for name in names]
+    if not mark or {*UNITS} - {*names} - {"MATPUSH"}:
         raise ValueError(f"utilization: wanted the units {', '.join(UNITS)}, found {head!r}")
-    capacity = [int(n) for n in head.split("\n")[-2].split()]
-    return capacity, [[int(n) for n in line.split()] for line in body.strip().split("\n")]
+    at = [names.index(unit) if unit in names else None for unit in UNITS]
+
+    def ordered(line: str, absent: int) -> list[int]:
+        numbers = line.split()
+        return [absent if n is None else int(numbers[n]) for n in at]
+
+    return ordered(lines[-1], 1), [ordered(line, 0) for line in body.strip().split("\n")]
 
 
 def branches_of(text: str) -> list[tuple[int, int]]:
@@ -140,16 +155,17 @@ def cut(
 ) -> list[Block]:
     """Basic blocks: cut where a branch lands and where its delay slots end."""
     after = [at + 1 + DELAY_SLOTS for at, _ in branches]
-    cuts = sorted({0, len(rows), *after, *(target for _, target in branches)} - {len(rows) + 1})
+    places = {0, len(rows), *after, *(target for _, target in branches)}
+    cuts = sorted(at for at in places if at <= len(rows))
     jumps = list(zip(branches, after, strict=True))
     blocks = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         slots = [sum(column) for column in zip(*rows[start:end], strict=True)]
         loops = [at for (at, to), last in jumps if to <= at and to <= start and end <= last]
         skips = [at for (at, to), first in jumps if first <= start and end <= to]
         busy = [n / most for n, most in zip(slots, capacity, strict=True)]
-        named = [dict(zip(UNITS, x, strict=True)) for x in (slots, busy)]
-        blocks.append(Block(start, end - start, *named, len(loops), tuple(skips)))
+        by_unit = dict(zip(UNITS, slots, strict=True)), dict(zip(UNITS, busy, strict=True))
+        blocks.append(Block(start, end - start, *by_unit, len(loops), tuple(skips)))
     return blocks
 
 

@@ -19,8 +19,8 @@ TINY = Options(seq_len=128, heads=4, kv_heads=2, head_dim=16, repeats=1, peers=(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "wanted one of attention, found nothing"),
-        (["atention"], "wanted one of attention, found ['atention']"),
+        ([], "wanted one of attention, kernel, found nothing"),
+        (["atention"], "wanted one of attention, kernel, found ['atention']"),
         (["attention", "5"], "5: left over"),
         (["attention", "--sequence=5"], "--sequence: unknown flag"),
         (["attention", "--head=5"], "--head: unknown flag: did you mean --heads?"),

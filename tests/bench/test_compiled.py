@@ -29,7 +29,7 @@ def test_splash_on_v6e():
     assert refused.schedules == ()
     assert "1000" in refused.error
     tile = weigh(forward)
-    assert 2048 <= tile.full < 4500  # two products of 1024 cycles, and what they wait for
+    assert 2048 <= tile.full < 4500  # two products at half the peak, and what they wait for
     assert tile.busy["MATMUL"] >= 2048
     assert 2**20 < tile.vmem_bytes < 2**25
     assert weigh(backward).busy["MATMUL"] >= 7 * 1024  # with dq alone, the scores are made twice

@@ -103,7 +103,12 @@ def test_nothing_is_loaded_by_looking():
     assert {"libtpu", "tokamax"} & sys.modules.keys() == before
 
 
-BUNDLES = {(1024, 2048, 512): 6190, (2048, 2048, 512): 13000, (1024, 1024, 512): 3100}
+BUNDLES = {
+    (1024, 2048, 512): 6190,
+    (2048, 2048, 512): 13000,
+    (2048, 1024, 512): 6400,
+    (1024, 1024, 512): 3100,
+}
 
 
 def answer(work, asked, *, seconds, flags=""):
@@ -146,7 +151,7 @@ def test_rows(table):
 
 
 def test_each_figure_is_that_of_the_tiles_best_there(table):
-    ours, splash = table.records[:2]
+    splash = table.records[1]
     assert splash["tiles"] == (1024, 2048, 512)
     assert splash["whole_tiles"] == (1024, 1024, 512)
     assert splash["whole_cycles_per_head"] == 36 * 3100

@@ -69,7 +69,9 @@ def test_kernels_by_name_in_the_order_compiled(tmp_path):
 
 
 def test_units_of_an_older_compiler():
-    text = "== CAPACTIY:\nMXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU\n"
+    text = (
+        "== CAPACTIY:\nMXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU\n"
+    )
     text += "    2     3     4     5     6     7     8     9     10     11\n== UTILIZATION:\n"
     capacity, rows = schedule.slots_of(text + "1 2 3 4 5 6 7 8 9 10\n" * 2)
     assert capacity == [2, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]

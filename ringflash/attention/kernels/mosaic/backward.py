@@ -21,7 +21,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringflash.attention.kernels.mosaic.agenda import Tests, unpacked
-from ringflash.attention.kernels.mosaic.forward import F32, SLOTS, by_kind, columns_of, dot, like
+from ringflash.attention.kernels.mosaic.forward import (
+    F32,
+    SLOTS,
+    by_kind,
+    columns_of,
+    dot,
+    like,
+    padded,
+)
+from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.attention.tile import hidden, in_base_2, score_gradient, seen
 
 Array = jax.Array
@@ -40,6 +49,7 @@ class Refs(NamedTuple):
     dout: Any  # [SLOTS, block_q, V]
     rows: Any  # [SLOTS, ROWS, block_q] int32
     dq: Any  # [SLOTS, block_q, H] fp32
+    turned_k: Any  # [held, H, block_k]
     s: Any  # a score tile, fp32: products, before cap and mask
     dp: Any  # the same
     p: Any  # a score tile in the dtype of the inputs
@@ -122,7 +132,7 @@ def weigh(refs: Refs, line: Any, form: Form, tests: tuple[str, ...], at: slice) 
 
 def gather(refs: Refs, unit: Unit, form: Form) -> None:
     """dv += P dout, dk += dS q, dq += dS k."""
-    q, dout, k = refs.q[unit.slot], refs.dout[unit.slot], refs.k[unit.held]
+    q, dout, turned_k = refs.q[unit.slot], refs.dout[unit.slot], refs.turned_k[unit.held]
     p, ds, key_dim = refs.p[...], refs.ds[...], form.key_dim
     if form.turned:
         refs.dv[unit.held] += dot(dout.T, p, 1, 1 - key_dim)
@@ -130,7 +140,7 @@ def gather(refs: Refs, unit: Unit, form: Form) -> None:
     else:
         refs.dv[unit.held] += dot(p, dout, 1 - key_dim, 0)
         refs.dk[unit.held] += dot(ds, q, 1 - key_dim, 0)
-    refs.dq[unit.slot] += dot(k.T, ds, 1, key_dim).T * form.scale
+    refs.dq[unit.slot] += dot(turned_k, ds, 1, key_dim).T * form.scale
 
 
 def turn(
@@ -230,7 +240,7 @@ def run(refs: Refs, agenda: Any, heads: int, traffic: Traffic, form: Form, tests
         last = jax.tree.map(lambda a, b: jnp.where(units > 1, a, b), now, first)
         turn(refs, last, None, None, form, ())
         give_back(last)
-        for n in range(SLOTS - 1):
+        for n in range(SLOTS):
             pl.when(last.fetched > n)(lambda n=n: traffic.gone((last.fetched - n) & (SLOTS - 1)))
 
 
@@ -308,6 +318,8 @@ def backward(
             lambda head, tile, slot: back(head, tile, slot).start(),
             lambda slot: back(zero, zero, slot).wait(),
         )
+        for n in range(held):
+            refs.turned_k[n] = refs.k[n].T
         dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
         run(refs, agenda, heads, traffic, form, tests)
         dk[...] = dk[...] * form.unscale
@@ -321,6 +333,7 @@ def backward(
         pltpu.VMEM((SLOTS, *x.dout.shape[3:]), dtype),
         pltpu.VMEM((SLOTS, ROWS, block_q), jnp.int32),
         pltpu.VMEM((SLOTS, *dq.shape[3:]), F32),
+        pltpu.VMEM((held, H, block_k), dtype),
         pltpu.VMEM(tile, F32),
         pltpu.VMEM(tile, F32),
         pltpu.VMEM(tile, dtype),
@@ -337,3 +350,13 @@ def backward(
         input_output_aliases={7: 0} if dk_dv is None else {7: 0, 8: 1, 9: 2},
         **options,
     )(lists, x.q, x.dout, x.rows, x.k, x.v, x.marks, dq, *(dk_dv or ()))
+
+
+def vmem(tiles: Tiles, H: int, V: int, itemsize: int) -> int:
+    """Bytes of VMEM that a step takes: blocks that Pallas fetches ahead count twice."""
+    bq, bk = tiles.block_q, tiles.block_k
+    H, V = padded(H), padded(V)
+    keys = bk * (H + V) * (2 * itemsize + 2 * 2 * 4) + bk * (H * itemsize + 2 * 8 * 4)
+    unit = bq * bk * 2 * (4 + itemsize)
+    stream = SLOTS * bq * ((H + V) * itemsize + (ROWS + H) * 4)
+    return tiles.held * keys + unit + stream

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringflash.attention.kernel import FLOOR
 from ringflash.attention.kernels.mosaic.agenda import Tests, unpacked
+from ringflash.attention.kernels.mosaic.tiles import LANES, Tiles
 from ringflash.attention.tile import LOG2E, hidden, in_base_2, seen
 
 Array = jax.Array
@@ -377,3 +378,18 @@ def forward(
 def like(x: Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """fp32 of that shape, varying over the mesh axes that x varies over."""
     return jax.ShapeDtypeStruct(shape, F32, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+def vmem(tiles: Tiles, H: int, V: int, itemsize: int, carried: bool) -> int:
+    """Bytes of VMEM that a step takes: blocks that Pallas fetches ahead count twice."""
+    bq, bk = tiles.block_q, tiles.block_k
+    H, V = padded(H), padded(V)
+    place = 2 * bq * H * itemsize + 2 * (2 if carried else 1) * bq * (V + 8) * 4 + 16 * bq * 4
+    unit = bq * bk * (4 + itemsize)
+    stream = SLOTS * bk * ((H + V) * itemsize + 8 * 4)
+    return tiles.held * place + unit + stream
+
+
+def padded(width: int) -> int:
+    """The width as it lies in VMEM."""
+    return -(-width // LANES) * LANES

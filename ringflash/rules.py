@@ -7,7 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringflash.attention.dispatch import KERNELS, LAYOUTS, ROW_LAYOUTS, STRATEGIES, UPSTREAM, parse
+from ringflash.attention.dispatch import (
+    KERNELS,
+    LAYOUTS,
+    ONE_PLATFORM,
+    ROW_LAYOUTS,
+    STRATEGIES,
+    parse,
+)
 from ringflash.data.sources import SOURCES
 from ringflash.data.tokenizers import TOKENIZERS
 from ringflash.model.presets import PRESETS, REMAT
@@ -83,7 +90,7 @@ RULES: Mapping[str, Rule] = {
     "model.dtype": DTYPE,
     "model.param_dtype": DTYPE,
     "model.remat": one_of(REMAT),
-    "attention.kernel": one_of(["auto", *KERNELS, *UPSTREAM]),
+    "attention.kernel": one_of(["auto", *KERNELS, *ONE_PLATFORM]),
     "attention.strategy": Rule(
         f"one of {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",
         _is_strategy,

@@ -18,7 +18,6 @@ from ringflash.attention.kernel import (
     Grads,
     Kernel,
     Partial,
-    Spec,
     differentiable,
     empty_partial,
     merge,
@@ -38,6 +37,7 @@ from ringflash.attention.mask import (
     Tokens,
     Window,
 )
+from ringflash.attention.spec import Spec
 
 __all__ = [
     "EMPTY",

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy, parse
-from ringflash.attention.kernel import Bias, Kernel, Request, Spec, differentiable
+from ringflash.attention.kernel import Kernel, differentiable
 from ringflash.attention.mask import Causal, Mask, Segments, Tokens, lengthened
+from ringflash.attention.spec import Bias, Request, Spec
 from ringflash.attention.strategies.sharded import laid, sharded
 from ringflash.attention.validate import check_arrays, check_options, int32_tokens
 

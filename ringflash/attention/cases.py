@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ringflash.attention.kernel import Bias, Spec
 from ringflash.attention.mask import (
     PADDING,
     Causal,
@@ -24,6 +23,7 @@ from ringflash.attention.mask import (
     Tokens,
     Window,
 )
+from ringflash.attention.spec import Bias, Spec
 from ringflash.attention.tile import alibi
 
 Array = np.ndarray | jax.Array

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from ringflash.attention.axis import Factor
-from ringflash.attention.kernel import Kernel, Request, Spec
+from ringflash.attention.kernel import Kernel
 from ringflash.attention.kernels.chunked import chunked
 from ringflash.attention.kernels.reference import reference
+from ringflash.attention.kernels.tpu import tpu
 from ringflash.attention.kernels.upstream import REFUSED, splash
 from ringflash.attention.layout import Layout, RowLayout, balanced, contiguous, striped, zigzag
+from ringflash.attention.spec import Request, Spec
 from ringflash.attention.strategies.all_gather import all_gather
 from ringflash.attention.strategies.ring import ring
 from ringflash.attention.strategies.ulysses import ulysses
@@ -28,12 +30,12 @@ log = logging.getLogger(__name__)
 Strategy = Callable[[Kernel, Any], Kernel]  # the axis: a name, or a tuple of names
 
 KERNELS: dict[str, Callable[[Spec], Kernel]] = {"chunked": chunked, "reference": reference}
-UPSTREAM: dict[str, Callable[[Spec], Kernel]] = {"splash": splash}  # each for its own platform
+ONE_PLATFORM: dict[str, Callable[[Spec], Kernel]] = {"tpu": tpu, "splash": splash}
 STRATEGIES: dict[str, Strategy] = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 ROW_LAYOUTS: dict[str, RowLayout] = {"balanced": balanced}
 # In the order of preference; elsewhere it is `chunked`. `reference` is never taken unasked.
-AUTO = {"tpu": ("splash", "chunked")}
+AUTO = {"tpu": ("tpu", "chunked")}
 
 
 def make_kernel(name: str, request: Request) -> Kernel:
@@ -41,7 +43,7 @@ def make_kernel(name: str, request: Request) -> Kernel:
 
     Raises ValueError with every candidate's reason where none serves, and for an unknown name.
     """
-    makers = {**KERNELS, **UPSTREAM}
+    makers = {**KERNELS, **ONE_PLATFORM}
     if name in REFUSED:
         raise ValueError(f"attention kernel {name} cannot serve: {REFUSED[name]}")
     if name != "auto" and name not in makers:

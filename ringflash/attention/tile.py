@@ -11,8 +11,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ringflash.attention.kernel import FLOOR, Bias, Spec, facing
+from ringflash.attention.kernel import FLOOR
 from ringflash.attention.mask import Tokens
+from ringflash.attention.spec import Bias, Spec, facing
 
 Array = jax.Array
 LOG2E = 1.4426950408889634
@@ -69,7 +70,7 @@ def query_factor(spec: Spec, head_dim: int) -> float:
 
 
 def hidden(score: Array, visible: Array | None) -> Array:
-    """Scores with HIDDEN where invisible: exp2(HIDDEN - m) is 0 for every maximum m, even that of an empty row."""
+    """Scores with HIDDEN where invisible: exp2(HIDDEN - m) is 0 for every m, even that of an empty row."""
     return score if visible is None else jnp.where(visible, score, HIDDEN)
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ringflash.attention.kernel import Spec
 from ringflash.attention.mask import EMPTY, FULL, PADDING, PARTIAL, Mask, Span, Tokens
+from ringflash.attention.spec import Spec
 
 
 class TileCounts(NamedTuple):

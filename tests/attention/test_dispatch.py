@@ -14,7 +14,7 @@ from ringflash.attention import (
     make_strategy,
 )
 from ringflash.attention.axis import Factor
-from ringflash.attention.kernel import Request
+from ringflash.attention.spec import Request
 
 REQUEST = Request(1, 64, 64, 4, 2, 16, 16, "float32", "cpu", Spec())
 

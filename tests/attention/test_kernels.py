@@ -18,7 +18,8 @@ from ringflash.attention import (
     differentiable,
 )
 from ringflash.attention.cases import CASES, EVERYTHING, Case, inputs
-from ringflash.attention.kernel import facing, row_dot
+from ringflash.attention.kernel import row_dot
+from ringflash.attention.spec import facing
 
 # Tiles so small that each case has many, of two sizes, so that rows and columns cannot be confused.
 TILES = {"chunked": {"block_q": 16, "block_k": 24}}

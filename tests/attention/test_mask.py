@@ -22,7 +22,7 @@ from ringflash.attention import (
     Tokens,
     Window,
 )
-from ringflash.attention.mask import parts, spans
+from ringflash.attention.mask import Mask, parts, spans
 
 Q, K, NEAR = 3, 4, 12  # queries and keys of an example, and how far apart they may lie
 FIRST = [0, 10_000_000, 2**31 - 2 - NEAR]  # the last: the greatest position is 2^31 - 2
@@ -214,3 +214,71 @@ def test_the_other_conventions():
 def test_sizes_out_of_range(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+class Custom(Mask):
+    """A mask of a user, who did not write `bounds`."""
+
+    def visible(self, q, k):
+        return q.positions_BT % 2 == k.positions_BT % 2
+
+    def relation(self, q, k):
+        return Full().relation(q, k).clip(max=PARTIAL)
+
+
+def within(found, k):
+    """The truth that an interval of positions stands for, [.., queries, keys]."""
+    at = np.asarray(k.positions_BT, np.int64)[:, None, :]
+    sides = [None if x is None else np.asarray(x, np.int64)[:, :, None] for x in found]
+    seen = np.ones((1, Q, K), bool)
+    for side, outside in zip(sides, (np.less, np.greater), strict=True):
+        seen = seen if side is None else seen & ~outside(at, side)
+    return seen
+
+
+@LAWS
+@given(masks, pairs())
+def test_bounds_are_what_is_visible(mask, at):
+    """The interval and, where documents are asked for, one segment: every pair of every mask."""
+    q, k = at
+    seen = within(mask.bounds(q), k)
+    facing = Tokens(*(x[:, :, None] for x in q[:2])), Tokens(*(x[:, None] for x in k[:2]))
+    if any(isinstance(part, Segments) for part in parts(mask)):
+        seen = seen & np.asarray(Segments().visible(*facing))
+    np.testing.assert_array_equal(seen, np.asarray(mask.visible(*facing)) & np.ones((Q, K), bool))
+
+
+@pytest.mark.parametrize("mask", EVERY, ids=str)
+def test_bounds_at_the_last_positions(mask):
+    """Up to 2^31 - 2 nothing wraps."""
+    last = 2**31 - 2
+    q = Tokens(last - np.arange(Q, dtype=np.int32)[None], np.zeros((1, Q), np.int32))
+    k = Tokens(last - 2 * np.arange(K, dtype=np.int32)[None], np.zeros((1, K), np.int32))
+    facing = Tokens(*(x[:, :, None] for x in q[:2])), Tokens(*(x[:, None] for x in k[:2]))
+    seen = np.asarray(mask.visible(*facing)) & np.ones((1, Q, K), bool)
+    np.testing.assert_array_equal(within(mask.bounds(q), k), seen)
+
+
+@LAWS
+@given(masks, pairs())
+def test_bounds_are_int32(mask, at):
+    for side in mask.bounds(at[0]):
+        assert side is None or side.dtype == np.int32
+
+
+def test_bounds_of_both():
+    """The narrower on each side; None where none has a bound."""
+    at = Tokens(np.array([[7, 20]], np.int32), np.zeros((1, 2), np.int32))
+    lo, hi = (Causal() & Window(3, 2) & Chunked(8)).bounds(at)
+    np.testing.assert_array_equal(lo, [[5, 18]])
+    np.testing.assert_array_equal(hi, [[7, 20]])
+    lo, hi = (Full() & Prefix(10)).bounds(at)
+    assert lo is None
+    np.testing.assert_array_equal(hi, [[9, 20]])
+    assert (Full() & Segments()).bounds(at) == (None, None)
+
+
+@pytest.mark.parametrize("mask", [Custom(), Causal() & Custom(), Custom() & Segments()], ids=str)
+def test_a_mask_that_is_no_interval_says_so(mask):
+    with pytest.raises(NotImplementedError):
+        mask.bounds(Tokens(*(np.zeros((1, 1), np.int32),) * 2))

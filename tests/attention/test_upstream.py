@@ -23,8 +23,8 @@ from ringflash.attention import (
 )
 from ringflash.attention.attend import Axes, spread
 from ringflash.attention.cases import Case, inputs
-from ringflash.attention.kernel import Request
 from ringflash.attention.kernels.upstream import REFUSED, splash
+from ringflash.attention.spec import Request
 from ringflash.attention.tile import alibi
 
 interpreted = partial(splash, interpret=True)

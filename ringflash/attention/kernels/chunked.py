@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ringflash.attention.axis import alike
-from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, Spec, add_grads
+from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, add_grads
 from ringflash.attention.mask import EMPTY, FULL, Span, Tokens, lengthened, spans
+from ringflash.attention.spec import Spec
 from ringflash.attention.tile import biased, cap_slope, capped, dropped, soften, weights
 
 Array = jax.Array

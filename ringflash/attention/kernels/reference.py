@@ -10,12 +10,12 @@ from ringflash.attention.kernel import (
     Grads,
     Kernel,
     Partial,
-    Spec,
     add_grads,
     merge,
     sum_dtype,
 )
 from ringflash.attention.mask import Tokens
+from ringflash.attention.spec import Spec
 from ringflash.attention.tile import biased, cap_slope, capped, dropped
 
 Array = jax.Array

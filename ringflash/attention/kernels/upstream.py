@@ -16,17 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringflash.attention.kernel import (
-    FLOOR,
-    Grads,
-    Kernel,
-    Partial,
-    Request,
-    Spec,
-    add_grads,
-    merge,
-)
+from ringflash.attention.kernel import FLOOR, Grads, Kernel, Partial, add_grads, merge
 from ringflash.attention.mask import Causal, Full, Mask, Prefix, Segments, Tokens, parts, spans
+from ringflash.attention.spec import Request, Spec
 
 Array = jax.Array
 

@@ -1,9 +1,9 @@
 """What the TPU kernel has to do, as data: which pairs of tiles meet, in which order, and what to test there.
 
-A kernel holds one side of the tiles (`resident`) while the other side streams past it. Plain XLA makes the list
-of units (a resident tile against a streamed one) that are not EMPTY; the kernel only follows it, so that no mask
-costs it more than the tests of its PARTIAL tiles. All masks are intervals of key positions, and equality of
-segments: three tests, `HI` (key position <= hi), `LO` (>= lo) and `SEGMENT`.
+A kernel holds one side of the tiles (`resident`) while the other side streams past it. Plain XLA makes the
+list of units (a resident tile against a streamed one) that are not EMPTY; the kernel only follows it, so that
+no mask costs it more than the tests of its PARTIAL tiles. All masks are intervals of key positions, and
+equality of segments: three tests, `HI` (key position <= hi), `LO` (>= lo) and `SEGMENT`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringflash.attention.kernel import Spec
 from ringflash.attention.mask import EMPTY, FULL, Segments, Tokens, parts, spans
+from ringflash.attention.spec import Spec
 
 Array = jax.Array
 HI, LO, SEGMENT = "hi", "lo", "segment"
 LAST = jnp.iinfo(jnp.int32).max  # the position of a padded key: above every `hi`
-TILE_BITS, SUB_BITS, TEST_BITS = 20, 4, 4  # fields of a word; then one bit each for `new` and `last`
+AGENDA_TAIL = 128  # words after the lists; the first is how many units there are
+TILE_BITS, SUB_BITS, TEST_BITS = (
+    20,
+    4,
+    4,
+)  # fields of a word; then one bit each for `new` and `last`
 NEW, FINAL = 1 << (TILE_BITS + SUB_BITS + TEST_BITS), 1 << (TILE_BITS + SUB_BITS + TEST_BITS + 1)
 
 
-class Rows(NamedTuple):
-    """What the tests compare: of queries lo, hi and segment; of keys position and segment. int32 [B, n]."""
+class QueryRows(NamedTuple):
+    """What the tests compare of queries: int32 [B, n]."""
 
     lo: Array
     hi: Array
+    segment: Array
+
+
+class KeyRows(NamedTuple):
+    """What the tests compare of keys: int32 [B, n]."""
+
+    position: Array
     segment: Array
 
 
@@ -64,7 +76,7 @@ def segmented(spec: Spec) -> bool:
     return any(isinstance(mask, Segments) for mask in parts(spec.mask))
 
 
-def query_rows(spec: Spec, at: Tokens) -> Rows:
+def query_rows(spec: Spec, at: Tokens) -> QueryRows:
     """lo <= hi, or both LAST - 1 where nothing is seen: no key has that position."""
     lo, hi = spec.mask.bounds(at)
     position, segment = jnp.asarray(at.positions_BT), jnp.asarray(at.segment_ids_BT)
@@ -73,14 +85,13 @@ def query_rows(spec: Spec, at: Tokens) -> Rows:
     nothing = lo > hi
     if segmented(spec):
         nothing |= segment < 0
-    return Rows(jnp.where(nothing, LAST - 1, lo), jnp.where(nothing, LAST - 1, hi), segment)
+    return QueryRows(jnp.where(nothing, LAST - 1, lo), jnp.where(nothing, LAST - 1, hi), segment)
 
 
-def key_rows(at: Tokens) -> Rows:
-    """`lo` and `hi` are both the position, LAST where the key is padding."""
+def key_rows(at: Tokens) -> KeyRows:
+    """The position is LAST where the key is padding."""
     position, segment = jnp.asarray(at.positions_BT), jnp.asarray(at.segment_ids_BT)
-    position = jnp.where(segment < 0, LAST, position)
-    return Rows(position, position, segment)
+    return KeyRows(jnp.where(segment < 0, LAST, position), segment)
 
 
 def tests_of_tiles(
@@ -96,7 +107,7 @@ def tests_of_tiles(
     real_k = fold(keys.segment, k_tiles) >= 0
     highest_lo = jnp.where(real_q, fold(rows.lo, q_tiles), -LAST).max(-1)[:, :, None]
     lowest_hi = jnp.where(real_q, fold(rows.hi, q_tiles), LAST).min(-1)[:, :, None]
-    position = fold(keys.hi, k_tiles)
+    position = fold(keys.position, k_tiles)
     first = jnp.where(real_k, position, LAST).min(-1)[:, None, :]
     q_span, k_span = spans(q_at, q_tiles), spans(k_at, k_tiles)
     q_span = type(q_span)(*(x[:, :, None] for x in q_span))
@@ -111,7 +122,7 @@ def tests_of_tiles(
 
 
 def agenda(tests_BRC: Array, sub: int, *, look: int = 1) -> Array:
-    """The lists of a kernel that holds `sub` resident tiles a step: int32 [B, R / sub, 1, 2 L + 128].
+    """The lists of a kernel that holds `sub` resident tiles a step: int32 [B, R / sub, 1, 2 L + AGENDA_TAIL].
 
     First L words, one a unit, in the order of the streamed tiles; then for each that is `new` the streamed
     tile to fetch after its own, within `look` steps, or -1; then the number of units.
@@ -134,7 +145,7 @@ def agenda(tests_BRC: Array, sub: int, *, look: int = 1) -> Array:
     word = jnp.where(valid, word, 0).astype(jnp.int32)
     ahead = following(jnp.where(new, tile, -1).reshape(B * steps // look, -1)).reshape(B, steps, -1)
     room = ((0, 0), (0, 0), (0, length - C * sub))
-    last = jnp.broadcast_to(count[..., None], (B, steps, 128)).astype(jnp.int32)
+    last = jnp.broadcast_to(count[..., None], (B, steps, AGENDA_TAIL)).astype(jnp.int32)
     lists = [jnp.pad(word, room), jnp.pad(ahead, room), last]
     return jnp.concatenate(lists, -1)[:, :, None]
 

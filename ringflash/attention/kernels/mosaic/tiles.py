@@ -1,8 +1,9 @@
-"""Tile sizes of the TPU kernel: a measured table per generation, pass and head width, and a rule for the rest.
+"""Tile sizes of the TPU kernel: a measured table per generation, pass and head width, and a rule.
 
-`tiles.json` is made by `ringflash bench kernel --tune`, which minimises the cycles that the TPU compiler's schedules
-show. The rule: a width takes the row of the next wider one; an unknown generation takes that of the least VMEM; short
-sequences take even tiles; and what does not fit into VMEM is made smaller, first what a step holds, then the tiles.
+`tiles.json` is made by `ringflash bench kernel --tune`, which minimises the cycles that the TPU compiler's
+schedules show. The rule, for what is not in it: a width takes the row of the next wider one; an unknown
+generation takes that of the least VMEM; short sequences take even tiles; and what does not fit into VMEM is
+made smaller, first what a step holds, then the tiles.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Tiles:
 def table() -> dict[str, Any]:
     """The file: per generation and pass, per head width the tiles and the cycles they take."""
     text = resources.files(__package__).joinpath("tiles.json").read_text(encoding="ascii")
-    return json.loads(text)  # type: ignore[no-any-return]
+    read: dict[str, Any] = json.loads(text)
+    return read
 
 
 def generation_of(device_kind: str) -> str:

@@ -1,0 +1,197 @@
+"""The forward kernel, run: all units of a step in order, copies of K and V ahead of them, and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringflash.attention.kernels.mosaic.agenda import AGENDA_TAIL, Tests, unpacked
+from ringflash.attention.kernels.mosaic.forward import Refs, Unit, begin, finish, turn
+from ringflash.attention.kernels.mosaic.pipeline import (
+    F32,
+    SLOTS,
+    at_ends,
+    by_kind,
+    copies,
+    drive,
+    like,
+    padded,
+)
+from ringflash.attention.kernels.mosaic.tiles import Tiles
+
+Array = jax.Array
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, tiled; from `tpu.py`. Tiles of queries are nq, tiles of keys nk."""
+
+    q: Array  # [B, N, nq, block_q, H], multiplied by `tile.query_factor`
+    k: Array  # [B, K, nk, block_k, H]
+    v: Array  # [B, K, nk, V, block_k]
+    rows: Array  # [B, nq, 3, block_q] int32: lo, hi, segment
+    marks: Array  # [B, nk, 2, block_k] int32: position, segment
+
+
+class Clock(NamedTuple):
+    """What one step of a row tells the next, in SMEM: whether a tile is on its way, and how many came."""
+
+    words: Any
+
+    def reset(self) -> None:
+        """At the first step of a row."""
+        self.words[0] = self.words[1] = 0
+
+
+def run(
+    refs: Refs,
+    agenda: Any,
+    fetch: Callable[[Array, Array], None],
+    arrive: Callable[[Array], None],
+    clock: Clock,
+    tests: Tests,
+    softcap: float | None,
+    chunk: int,
+) -> None:
+    """All units of a step. fetch(tile, slot) starts the copy of a tile of keys, arrive(slot) waits for it.
+
+    A tile of keys serves all heads of the step before the next comes. The tile after the last one of this
+    step, if a later step needs one, is on its way when this returns.
+    """
+    heads = refs.out.shape[0]
+    length = (agenda.shape[-1] - AGENDA_TAIL) // 2
+    units = agenda[0, 0, 0, 2 * length] * heads
+
+    def advance(state: tuple[Array, Array, Array]) -> tuple[Unit, tuple[Array, Array, Array]]:
+        place, head, fetched = state
+        tile, resident, choice, new, _ = unpacked(agenda[0, 0, 0, place])
+        new &= head == 0
+
+        def next_tile() -> None:
+            slot, next_slot = (fetched + 1) & (SLOTS - 1), (fetched + 2) & (SLOTS - 1)
+            ahead = agenda[0, 0, 0, length + place]
+            pl.when(clock.words[0] == 0)(lambda: fetch(tile, slot))
+            clock.words[0] = 1
+            arrive(slot)
+            pl.when(ahead >= 0)(lambda: fetch(ahead, next_slot))
+
+        pl.when(new)(next_tile)
+        fetched = fetched + new.astype(jnp.int32)
+        done = head == heads - 1
+        state = jnp.where(done, place + 1, place), jnp.where(done, 0, head + 1), fetched
+        return Unit(head, resident, fetched, choice), state
+
+    def one_turn(old: Unit | None, now: Unit | None, new: Unit | None) -> None:
+        def with_tests(choice: tuple[str, ...]) -> None:
+            turn(refs, old, now, new, choice, softcap, chunk)
+
+        if new is None:
+            with_tests(())
+        else:
+            filling = old is None  # these turns need not be the quickest
+            by_kind(at_ends(tests) if filling else tests, new.tests, with_tests)
+
+    def end(last: Unit) -> None:
+        clock.words[1] = last.fetched
+
+    zero = jnp.int32(0)
+    drive(units, (zero, zero, clock.words[1]), advance, one_turn, end)
+
+
+def forward(
+    x: Inputs,
+    carried: tuple[Array, Array] | None,
+    *,
+    lists: Array,
+    tests: Tests,
+    softcap: float | None,
+    heads: int,
+    sub: int,
+    chunk: int,
+    options: dict[str, Any],
+) -> tuple[Array, Array]:
+    """out [B, N, nq, V, block_q] and lse [B, N, nq, 1, block_q], fp32, on from `carried` (overwritten).
+
+    heads, sub: query heads of one key/value head, and tiles of queries, that a step holds.
+    """
+    B, N, nq, block_q, H = x.q.shape
+    K, V, block_k = x.v.shape[1], *x.v.shape[3:]
+    parts = N // K // heads
+
+    def held(*dims: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, heads, sub, *dims), lambda b, k, p, s: (b, k * parts + p, s, *(0,) * len(dims))
+        )
+
+    def of_step(*dims: int, memory: Any = None) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *dims), lambda b, k, p, s: (b, s, 0, 0), memory_space=memory)
+
+    def kernel(agenda: Any, q: Any, rows: Any, k: Any, v: Any, marks: Any, *rest: Any) -> None:
+        given, (out, lse, *scratch, semaphores, words) = rest[: len(state)], rest[len(state) :]
+        refs = Refs(q.at[0], rows.at[0], out.at[0], lse.at[0], *scratch)
+        b, kv_head, clock = pl.program_id(0), pl.program_id(1), Clock(words)
+
+        def of_tile(tile: Array, slot: Array) -> list[Any]:
+            sources = k.at[b, kv_head, tile], v.at[b, kv_head, tile], marks.at[b, tile]
+            targets = (ref.at[slot] for ref in (refs.k, refs.v, refs.marks))
+            return copies(list(zip(sources, targets, strict=True)), semaphores.at[slot])
+
+        def fetch(tile: Array, slot: Array) -> None:
+            for copy in of_tile(tile, slot):
+                copy.start()
+
+        def arrive(slot: Array) -> None:
+            for copy in of_tile(jnp.int32(0), slot):
+                copy.wait()
+
+        pl.when(pl.program_id(3) == 0)(clock.reset)
+        begin(refs, tuple(ref.at[0] for ref in given))
+        run(refs, agenda, fetch, arrive, clock, tests, softcap, chunk)
+        finish(refs)
+
+    state = [held(V, block_q), held(1, block_q)] if carried is not None else []
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    shapes = [(B, N, nq, V, block_q), (B, N, nq, 1, block_q)]
+    out, lse = pl.pallas_call(
+        kernel,
+        grid=(B, K, parts, nq // sub),
+        in_specs=[
+            of_step(1, 1, lists.shape[3], memory=pltpu.SMEM),
+            held(block_q, H),
+            of_step(sub, 3, block_q),
+            *[anywhere] * 3,
+            *state,
+        ],
+        out_specs=[held(V, block_q), held(1, block_q)],
+        out_shape=[like(x.q, shape) for shape in shapes],
+        scratch_shapes=[
+            pltpu.VMEM((SLOTS, block_k, H), x.k.dtype),
+            pltpu.VMEM((SLOTS, V, block_k), x.v.dtype),
+            pltpu.VMEM((SLOTS, 2, block_k), jnp.int32),
+            pltpu.VMEM((block_k, block_q), F32),
+            pltpu.VMEM((block_k, block_q), x.v.dtype),
+            pltpu.VMEM((heads, sub, 1, block_q), F32),
+            pltpu.VMEM((heads, sub, 8, block_q), F32),
+            pltpu.VMEM((8, block_q), F32),
+            pltpu.VMEM((1, block_q), F32),
+            pltpu.SemaphoreType.DMA((SLOTS, 3)),
+            pltpu.SMEM((2,), jnp.int32),
+        ],
+        input_output_aliases={} if carried is None else {6: 0, 7: 1},
+        **options,
+    )(lists, x.q, x.rows, x.k, x.v, x.marks, *(carried or ()))
+    return out, lse
+
+
+def vmem(tiles: Tiles, H: int, V: int, itemsize: int, carried: bool) -> int:
+    """Bytes of VMEM that a step takes: blocks that Pallas fetches ahead count twice."""
+    bq, bk = tiles.block_q, tiles.block_k
+    H, V = padded(H), padded(V)
+    place = 2 * bq * H * itemsize + 2 * (2 if carried else 1) * bq * (V + 8) * 4 + 16 * bq * 4
+    unit = bq * bk * (4 + itemsize)
+    stream = SLOTS * bk * ((H + V) * itemsize + 8 * 4)
+    return tiles.held * place + unit + stream

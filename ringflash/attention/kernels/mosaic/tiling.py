@@ -1,0 +1,78 @@
+"""Arrays of the contract cut in tiles, heads before time, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ringflash.attention.kernels.mosaic.agenda import SUB_BITS, key_rows, query_rows
+from ringflash.attention.kernels.mosaic.backward import ROWS
+from ringflash.attention.mask import Tokens, lengthened
+from ringflash.attention.spec import Spec
+from ringflash.attention.tile import LOG2E, query_factor
+
+Array = jax.Array
+
+
+def held_of(tiles: int, most: int) -> int:
+    """How many of `tiles` a step holds, at most `most`, so that the fewest steps are even."""
+    most = max(1, min(most, tiles, 1 << SUB_BITS))
+    steps = -(-tiles // most)
+    return -(-tiles // steps)
+
+
+def whole(at: Tokens, unit: int) -> Tokens:
+    """The tokens, made a multiple of `unit` by padding."""
+    return lengthened(Tokens(*at[:2]), -at.positions_BT.shape[1] % unit)
+
+
+def scaled(q: Array, spec: Spec, dtype: Any) -> Array:
+    """q times what the kernels expect to be in it."""
+    return (q.astype(jnp.float32) * query_factor(spec, q.shape[3])).astype(dtype)
+
+
+def heads_first(x_BTNH: Array, block: int, count: int) -> Array:
+    """[B, T, heads, width] -> [B, heads, count, block, width], padded with zeros."""
+    B, T, heads, width = x_BTNH.shape
+    x = jnp.pad(x_BTNH, ((0, 0), (0, block * count - T), (0, 0), (0, 0)))
+    return x.swapaxes(1, 2).reshape(B, heads, count, block, width)
+
+
+def time_first(x: Array, length: int) -> Array:
+    """The inverse of `heads_first`, cut to `length`."""
+    B, heads, _, _, width = x.shape
+    return x.reshape(B, heads, -1, width)[:, :, :length].swapaxes(1, 2)
+
+
+def rows_first(x_BNT: Array, block: int, count: int) -> Array:
+    """[B, N, T] -> [B, N, count, block], padded with zeros."""
+    B, N, T = x_BNT.shape
+    x = jnp.pad(x_BNT, ((0, 0), (0, 0), (0, block * count - T)))
+    return x.reshape(B, N, count, block)
+
+
+def tested(spec: Spec, q_at: Tokens, count: int) -> Array:
+    """[B, count, 3, block] int32: what queries' tests compare (lo, hi, segment)."""
+    return jnp.stack([x.reshape(x.shape[0], count, -1) for x in query_rows(spec, q_at)], 2)
+
+
+def marked(k_at: Tokens, count: int) -> Array:
+    """[B, count, 2, block] int32: what keys' tests compare (position, segment)."""
+    return jnp.stack([x.reshape(x.shape[0], count, -1) for x in key_rows(k_at)], 2)
+
+
+def beside_queries(lse_BNT: Array, delta_BNT: Array, tested_rows: Array) -> Array:
+    """[B, N, tiles, ROWS, block] int32: what the backward needs to know of each query."""
+    B, count, _, block = tested_rows.shape
+
+    def bits(x_BNT: Array) -> Array:
+        x = rows_first(x_BNT.astype(jnp.float32), block, count)
+        return lax.bitcast_convert_type(x, jnp.int32)[:, :, :, None]
+
+    numbers = [bits(lse_BNT * LOG2E), bits(delta_BNT)]
+    shape = (B, lse_BNT.shape[1], *tested_rows.shape[1:])
+    rows = jnp.concatenate([*numbers, jnp.broadcast_to(tested_rows[:, None], shape)], 3)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, ROWS - rows.shape[3]), (0, 0)))

@@ -161,9 +161,15 @@ def request(q: Any, k: Any, v: Any, spec: Spec, mesh: Any, axes: Axes) -> Reques
         H,
         v.shape[3],
         str(q.dtype),
-        jax.default_backend(),
+        platform_of(mesh),
         spec,
     )
+
+
+def platform_of(mesh: Any) -> str:
+    """Of the mesh's devices, which may be absent ones that are compiled for; without a mesh, of the default."""
+    device = getattr(mesh, "abstract_mesh", mesh).abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
 
 
 def counted(x_BTNH: Array) -> Tokens:

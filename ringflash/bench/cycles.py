@@ -18,6 +18,7 @@ DMA is told beside the units, as the cycles that its bytes take at the full rate
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from ringflash.plan.generations import Generation
 from ringflash.plan.schedule import PARTS_OF_OTHERS, UNITS, Block, Schedule
 
 AREA = 1024 * 1024
-LIKE = 0.5  # a body has at least this share of the largest one's matrix work
+LIKE = 0.8  # a body has at least this share of the largest one's matrix work
 
 
 class Body(tuple[Block, ...]):
@@ -100,16 +101,19 @@ def scale(part: Part) -> float:
 
 def bodies_of(schedule: Schedule) -> tuple[Body, Body]:
     """The body of FULL tiles and that of PARTIAL ones, which may be the same."""
-    found: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
-    for block in schedule.matrix_blocks():
-        found.setdefault((block.loops, block.skips), []).append(block)
-    bodies = [Body(blocks) for blocks in found.values()]
+    bodies = turns_of(schedule.matrix_blocks())
     if not bodies:
         raise ValueError(f"{schedule.kernel}: wanted a block with matrix products, found none")
     most = max(body.slots("MATMUL") for body in bodies)
     bodies = [body for body in bodies if body.slots("MATMUL") >= LIKE * most]
     bodies.sort(key=lambda body: body.slots("VALU"))
     return bodies[0], bodies[-1]
+
+
+def turns_of(blocks: Sequence[Block]) -> list[Body]:
+    """The blocks, those together that follow one another in the same loops and under the same branches."""
+    same = itertools.groupby(blocks, key=lambda block: (block.loops, block.skips))
+    return [Body(group) for _, group in same]
 
 
 def whole(part: Part, schedule: Schedule, heads: int) -> float:

@@ -96,12 +96,12 @@ def test_units_are_what_is_visible(mask, q_at, k_at):
     truth = np.broadcast_to(spec.visible(q_at, k_at), (B, LENGTH, LENGTH))
     truth = truth.reshape(B, TILES_Q, BLOCK_Q, TILES_K, BLOCK_K).swapaxes(2, 3)
     queries = [tiled(x, TILES_Q)[:, :, None, :, None] for x in made.query_rows(spec, q_at)]
-    keys = [tiled(x, TILES_K)[:, None, :, None] for x in made.key_rows(k_at)]
+    position, segment = (tiled(x, TILES_K)[:, None, :, None] for x in made.key_rows(k_at))
     for kind in np.unique(kinds):
         passed = np.zeros(truth.shape, bool)
         if kind >= 0:
-            same = queries[2] == keys[2]
-            found = seen(tests.choices[kind], *queries[:2], keys[0], lambda same=same: same)
+            same = queries[2] == segment
+            found = seen(tests.choices[kind], *queries[:2], position, lambda same=same: same)
             passed = np.broadcast_to(True if found is None else np.asarray(found), truth.shape)
         ours = (kinds == kind)[..., None, None]
         blind = ours & ~real[:, :, None, :, None]
@@ -118,7 +118,7 @@ def test_a_query_that_sees_nothing_has_no_interval_of_its_own(mask, q_at, k_at):
     rows, keys = made.query_rows(Spec(mask), q_at), made.key_rows(k_at)
     assert (np.asarray(rows.lo) <= np.asarray(rows.hi)).all()
     padding = np.asarray(k_at.segment_ids_BT) < 0
-    assert (np.asarray(keys.lo)[padding] > np.asarray(rows.hi).max()).all()
+    assert (np.asarray(keys.position)[padding] > np.asarray(rows.hi).max()).all()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,10 @@ def test_tiles_take_no_more_tests_than_they_need(mask, q_at, k_at):
     spec = Spec(mask)
     tests = made.Tests.of(spec)
     kinds = np.asarray(made.tests_of_tiles(spec, tests, q_at, k_at, TILES_Q, TILES_K))
-    lo, hi, q_segment = (tiled(x, TILES_Q)[:, :, None, :, None] for x in made.query_rows(spec, q_at))
-    position, _, k_segment = (tiled(x, TILES_K)[:, None, :, None] for x in made.key_rows(k_at))
+    lo, hi, q_segment = (
+        tiled(x, TILES_Q)[:, :, None, :, None] for x in made.query_rows(spec, q_at)
+    )
+    position, k_segment = (tiled(x, TILES_K)[:, None, :, None] for x in made.key_rows(k_at))
     real_q, real_k = q_segment >= 0, k_segment >= 0
     fails = {
         HI: (position > hi) & real_q,
@@ -196,7 +198,7 @@ def lists(steps, sub, streamed, share, look):
     found = np.asarray(made.agenda(tests, sub, look=look))
     length = -(-streamed * sub // 128) * 128
     assert found.dtype == np.int32
-    assert found.shape == (B, steps, 1, 2 * length + 128)
+    assert found.shape == (B, steps, 1, 2 * length + made.AGENDA_TAIL)
     return tests, *np.split(found[:, :, 0], [length, 2 * length], axis=2)
 
 
@@ -206,7 +208,9 @@ def test_the_units_of_a_step(steps, sub, streamed, share, look):
     tests, words, _, counts = lists(steps, sub, streamed, share, look)
     for row, step in np.ndindex(B, steps):
         mine = tests[row, step * sub : (step + 1) * sub]
-        wanted = [(c, r, mine[r, c]) for c in range(streamed) for r in range(sub) if mine[r, c] >= 0]
+        wanted = [
+            (c, r, mine[r, c]) for c in range(streamed) for r in range(sub) if mine[r, c] >= 0
+        ]
         count = len(wanted)
         assert (counts[row, step] == count).all()
         assert not words[row, step, count:].any()
@@ -245,7 +249,9 @@ def test_following(values):
 def test_unpacked(full, new, final):
     """Fields filled to the last bit do not reach into each other, and a word is not negative."""
     sizes = (made.TILE_BITS, made.SUB_BITS, made.TEST_BITS)
-    tile, lane, kind = ((1 << bits) - 1 if one else 0 for bits, one in zip(sizes, full, strict=True))
+    tile, lane, kind = (
+        (1 << bits) - 1 if one else 0 for bits, one in zip(sizes, full, strict=True)
+    )
     word = tile | lane << made.TILE_BITS | kind << (made.TILE_BITS + made.SUB_BITS)
     word |= (made.NEW if new else 0) | (made.FINAL if final else 0)
     assert 0 <= word <= LAST

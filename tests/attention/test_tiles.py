@@ -1,8 +1,10 @@
 """The rules by which the TPU kernel takes its tile sizes, and what the committed table holds."""
 
+from dataclasses import replace
+
 import pytest
 
-from ringflash.attention.kernels.mosaic import backward, forward, tiles
+from ringflash.attention.kernels.mosaic import backward_call, forward_call, tiles
 from ringflash.attention.kernels.mosaic.tiles import (
     LANES,
     VMEM_MIB,
@@ -60,7 +62,7 @@ def test_what_does_not_fit_is_made_smaller():
 
     def need(t):
         seen.append((t.held, t.block_q, t.block_k))
-        return ROOM if t.block_q * t.block_k > 256 * 128 else 0
+        return ROOM if t.block_q * t.block_k > 128 * 128 else 0
 
     found = fitted(Tiles(512, 256, 64, 3, turned=False), 4096, 4096, ROOM, need)
     assert seen == [
@@ -118,12 +120,13 @@ def test_the_table_has_every_generation():
 
 @pytest.mark.parametrize(("generation", "direction", "width"), ROWS)
 def test_a_row_of_the_table_is_what_is_used(generation, direction, width):
-    """It fits in bf16 with a carry: the sizes that were measured are those that serve long sequences."""
+    """In bf16 and with a carry the measured units fit; only of how many a step holds there may be fewer."""
 
     def need(t):
         if direction == "forward":
-            return forward.vmem(t, width, width, 2, carried=True)
-        return backward.vmem(t, width, width, 2)
+            return forward_call.vmem(t, width, width, 2, carried=True)
+        return backward_call.vmem(t, width, width, 2)
 
     wanted = best(generation, direction, width)
-    assert fitted(wanted, 8192, 8192, vmem_bytes(generation), need) == wanted
+    found = fitted(wanted, 8192, 8192, vmem_bytes(generation), need)
+    assert found == replace(wanted, held=found.held)

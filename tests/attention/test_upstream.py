@@ -127,6 +127,6 @@ def test_what_cannot_honour_the_contract_says_why(name):
 
 def test_auto_goes_by_platform():
     assert make_kernel("auto", REQUEST._replace(platform="cpu")).name == "chunked"
-    assert make_kernel("auto", REQUEST).name == "splash"
-    windowed = REQUEST._replace(spec=replace(REQUEST.spec, mask=Causal() & Window(9)))
-    assert make_kernel("auto", windowed).name == "chunked"
+    assert make_kernel("auto", REQUEST).name == "tpu"
+    biased = REQUEST._replace(spec=replace(REQUEST.spec, bias=alibi(4)))
+    assert make_kernel("auto", biased).name == "chunked"

@@ -167,7 +167,7 @@ def request(q: Any, k: Any, v: Any, spec: Spec, mesh: Any, axes: Axes) -> Reques
 
 
 def platform_of(mesh: Any) -> str:
-    """Of the mesh's devices, which may be absent ones that are compiled for; without a mesh, of the default."""
+    """Of the mesh's devices, which may be absent ones that are compiled for; else of the default device."""
     device = getattr(mesh, "abstract_mesh", mesh).abstract_device
     return jax.default_backend() if device is None else str(device.platform)
 

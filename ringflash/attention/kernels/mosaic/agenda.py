@@ -129,25 +129,47 @@ def agenda(tests_BRC: Array, sub: int, *, look: int = 1) -> Array:
     """
     B, R, C = tests_BRC.shape
     steps, length = R // sub, -(-C * sub // 128) * 128
-    tests = tests_BRC.reshape(B, steps, sub, C).swapaxes(2, 3).reshape(B, steps, C * sub)
-    active = tests >= 0
-    order = jnp.argsort(~active, axis=-1, stable=True)
-    tile, lane = order // sub, order % sub
-    kind = jnp.take_along_axis(tests, order, axis=-1)
-    count = active.sum(-1)
-    valid = jnp.arange(C * sub) < count[..., None]
-    before = jnp.concatenate([jnp.full((B, steps, 1), -1), tile[..., :-1]], -1)
-    new = valid & (tile != before)
-    ends = jnp.concatenate([new[..., 1:], jnp.zeros((B, steps, 1), bool)], -1)
-    final = valid & (ends | (jnp.arange(C * sub) == count[..., None] - 1))
-    word = tile | lane << TILE_BITS | kind << (TILE_BITS + SUB_BITS)
-    word = word | jnp.where(new, NEW, 0) | jnp.where(final, FINAL, 0)
-    word = jnp.where(valid, word, 0).astype(jnp.int32)
-    ahead = following(jnp.where(new, tile, -1).reshape(B * steps // look, -1)).reshape(B, steps, -1)
-    room = ((0, 0), (0, 0), (0, length - C * sub))
-    last = jnp.broadcast_to(count[..., None], (B, steps, AGENDA_TAIL)).astype(jnp.int32)
-    lists = [jnp.pad(word, room), jnp.pad(ahead, room), last]
-    return jnp.concatenate(lists, -1)[:, :, None]
+    tests = tests_BRC.reshape(B, steps, sub, C).swapaxes(2, 3)
+    tile = jnp.arange(C, dtype=jnp.int32)[:, None]
+    lane = jnp.arange(sub, dtype=jnp.int32)
+    words = tile | lane << TILE_BITS | tests.astype(jnp.int32) << (TILE_BITS + SUB_BITS)
+    words, count = gathered_left(words.reshape(B * steps, -1), tests.reshape(B * steps, -1) >= 0)
+    tile = unpacked(words)[0]
+    place = jnp.arange(C * sub)
+    valid = place < count[:, None]
+    new = valid & ((place == 0) | (tile != jnp.roll(tile, 1, axis=-1)))
+    final = valid & ((place == count[:, None] - 1) | jnp.roll(new, -1, axis=-1))
+    ahead = following(jnp.where(new, tile, -1))
+    later = following(jnp.where(count > 0, tile[:, 0], -1).reshape(-1, look)).reshape(-1, 1)
+    ahead = jnp.where(ahead < 0, later, ahead)
+    words = words | jnp.where(new, NEW, 0) | jnp.where(final, FINAL, 0)
+    room = ((0, 0), (0, length - C * sub))
+    tail = jnp.broadcast_to(count[:, None], (B * steps, AGENDA_TAIL))
+    lists = [jnp.pad(x, room) for x in (words, ahead)]
+    return jnp.concatenate([*lists, tail], -1).reshape(B, steps, 1, -1)
+
+
+def gathered_left(words: Array, active: Array) -> tuple[Array, Array]:
+    """The active words of each row [rows, n] at its start, in order, then zeros; and how many, [rows].
+
+    Each word goes left by as many places as there are idle ones before it: by 1, 2, 4, ... as the bits of
+    that number say, which keeps the order ("compress" of Hacker's Delight, 7-4). A sort of thousands of
+    words, or a scatter, which becomes one, takes the TPU compiler minutes (docs/log.md).
+    """
+    n = words.shape[1]
+    idle = jnp.cumsum(~active, axis=-1, dtype=jnp.int32)
+    way = jnp.where(active, idle, 0)
+    words = jnp.where(active, words, -1)
+    for step in (1 << bit for bit in range(n.bit_length())):
+
+        def from_right(x: Array, empty: int, step: int = step) -> Array:
+            return jnp.pad(x[:, step:], ((0, 0), (0, min(step, n))), constant_values=empty)
+
+        comes = (from_right(way, 0) & step) != 0
+        goes = (way & step) != 0
+        words = jnp.where(comes, from_right(words, -1), jnp.where(goes, -1, words))
+        way = jnp.where(comes, from_right(way, 0), jnp.where(goes, 0, way))
+    return jnp.maximum(words, 0), n - idle[:, -1]
 
 
 def following(fetched: Array) -> Array:

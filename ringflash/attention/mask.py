@@ -40,11 +40,6 @@ class Tokens(NamedTuple):
     seeds_B: Array | None = None
 
 
-def only(at: Tokens, first: int, last: int) -> Tokens:
-    """The tokens, with a run of the query heads."""
-    return at if at.heads_N is None else at._replace(heads_N=at.heads_N[first:last])
-
-
 def lengthened(at: Tokens, more: int) -> Tokens:
     """`more` rows of padding added at the end.
 

@@ -115,16 +115,16 @@ def forward(watch, case, devices):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_hops(watch, devices):
-    """N blocks met with N - 1 hops, by each of the two streams (half of the heads each)."""
+    """N blocks met with N - 1 hops, in two parcels, one each way; a hop is one visit."""
     visits, transfers = forward(watch, Case("", B=1, T=64, mask=Full()), devices)
-    assert visits == [2 * devices] * devices
+    assert visits == [devices] * devices
     assert transfers == [2 * (devices - 1)] * devices
 
 
 def test_hops_of_one_key_head(watch):
     visits, transfers = forward(watch, Case("", B=1, T=64, K=1, mask=Full()), 4)
     assert visits == [4] * 4
-    assert transfers == [3] * 4
+    assert transfers == [2 * 3] * 4
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,9 @@ def test_backward_hops(watch):
 
     jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*map(jnp.asarray, x[:3])))
     jax.effects_barrier()
-    assert [visits[n] for n in range(4)] == [2 * 2 * 4] * 4
-    key_bytes, grad_bytes = 4 * (16 * 32 + 16 * 2), 4 * 16 * 32  # with tokens, padded to whole rows
+    assert [visits[n] for n in range(4)] == [2 * 4] * 4
+    # Half of 16 keys of 2 heads of 32 words, with tokens, padded to whole rows.
+    key_bytes, grad_bytes = 4 * (8 * 64 + 64), 4 * 8 * 64
     assert sent == {
         (n, size): count
         for n in range(4)
@@ -189,7 +190,7 @@ def bytes_sent(watch, **sizes):
 def test_traffic_goes_by_the_key_heads(watch):
     """Repeating K and V first would cost four times as much."""
     for N, K in ((32, 8), (8, 8), (8, 2)):
-        keys, tokens, row = 16 * K // 2 * 32, 16 * 2, K // 2 * 32  # in words, of one stream
+        keys, tokens, row = 8 * K * 32, 8 * 2, K * 32  # in words, of one parcel
         wanted = 2 * 3 * 4 * (keys + -(-tokens // row) * row)
         assert bytes_sent(watch, N=N, K=K) == wanted
 

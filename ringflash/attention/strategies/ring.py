@@ -2,10 +2,13 @@
 
 K, V and their Tokens travel in one array, over one or two routes:
 
-- `split`: half of the key/value heads goes up the ring and half goes down, each len(axis) - 1 hops, so that
-  both directions of every link carry all the time. For work that needs every pair of shards.
-- `near`: all heads go up, then down, only as far as some query can see. For windows and short documents;
+- `split`: half of a shard's keys goes up the ring and half goes down, each len(axis) - 1 hops, so that both
+  directions of every link carry all the time. Of each half of the shard one quarter goes up and one down:
+  then both ways bring early and late keys alike, and a zigzag shard has the same work at every hop.
+- `near`: all keys go up, then down, only as far as some query can see. For windows and short documents;
   taken, by a condition that is the same on all devices, where it costs fewer transfers.
+
+What came up and what came down is one run of keys for the kernel: a hop is one call.
 
 The loop over hops is rolled: the program does not grow with the ring. In the backward the fp32 dk and dv
 of a block travel one hop behind it, beside the next hop's products, and come home at the end.
@@ -13,6 +16,7 @@ of a block travel one hop behind it, beside the next hop's products, and come ho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -23,7 +27,7 @@ from jax import lax
 
 from ringflash.attention.axis import Axis, alike, gathered, shifted, size_of
 from ringflash.attention.kernel import Grads, Kernel, Partial, add_grads, empty_partial, sum_dtype
-from ringflash.attention.mask import EMPTY, Span, Tokens, only, spans
+from ringflash.attention.mask import EMPTY, Span, Tokens, spans
 from ringflash.attention.parcel import pack, unpack
 
 Array = jax.Array
@@ -32,30 +36,10 @@ SPAN_BLOCKS = (
 )
 
 
-class Stream(NamedTuple):
-    """A run of key/value heads that travels; `shift` is +1 up the ring, -1 down."""
-
-    first: int
-    last: int
-    shift: int
-
-    def keys(self, x_BSKH: Array) -> Array:
-        """Its key/value heads."""
-        return x_BSKH[:, :, self.first : self.last]
-
-    def queries(self, x: Array, group: int, axis: int = 2) -> Array:
-        """The query heads of its key/value heads; heads lie on `axis`."""
-        return lax.slice_in_dim(x, self.first * group, self.last * group, axis=axis)
-
-    def asking(self, q_at: Tokens, group: int) -> Tokens:
-        """The tokens of those queries."""
-        return only(q_at, self.first * group, self.last * group)
-
-
 class Route(NamedTuple):
-    """Streams that share the heads out, how far they go, and whether they serve the block at home."""
+    """Parcels that share the keys out, how far they go, and whether they serve the block at home."""
 
-    streams: tuple[Stream, ...]
+    shifts: tuple[int, ...]  # of each parcel: +1 goes up the ring, -1 down
     hops: int | Array
     home: bool
     onward: bool  # dk and dv come home by going on round the ring; else by going back
@@ -77,7 +61,7 @@ def ring(kernel: Kernel, axis: Axis) -> Kernel:
                 part = forward_along(kernel, axis, route, q, k, v, q_at, k_at, part)
             return part
 
-        return routed(kernel, axis, k.shape[2], q_at, k_at, along)
+        return routed(kernel, axis, k.shape[1], q_at, k_at, along)
 
     def backward(
         q: Array,
@@ -101,26 +85,25 @@ def ring(kernel: Kernel, axis: Axis) -> Kernel:
             assert grads is not None
             return grads
 
-        return add_grads(into, routed(kernel, axis, k.shape[2], q_at, k_at, along))
+        return add_grads(into, routed(kernel, axis, k.shape[1], q_at, k_at, along))
 
     name, axes = f"ring({kernel.name})", (axis, *kernel.axes)
     return Kernel(name, kernel.spec, forward, backward, axes, kernel.unsupported)
 
 
 def routed(
-    kernel: Kernel, axis: Axis, K: int, q_at: Tokens, k_at: Tokens, along: Callable[[Any], Any]
+    kernel: Kernel, axis: Axis, S: int, q_at: Tokens, k_at: Tokens, along: Callable[[Any], Any]
 ) -> Any:
     """`along` the routes that cost least: half of K and V over len(axis) - 1 hops, or all over a few."""
     size = size_of(axis)
-    halves = (Stream(0, K // 2, 1), Stream(K // 2, K, -1)) if K > 1 else (Stream(0, 1, 1),)
-    split = [Route(halves, size - 1, home=True, onward=True)]
+    split = [Route((1, -1) if S > 1 else (1,), size - 1, home=True, onward=True)]
     # A kernel that communicates shortens its own way; two routes at each level would multiply.
     if kernel.axes or not kernel.spec.mask.local:
         return along(split)
     up, down = reach(kernel, axis, q_at, k_at)
     near = [
-        Route((Stream(0, K, 1),), up, home=True, onward=False),
-        Route((Stream(0, K, -1),), down, home=False, onward=False),
+        Route((1,), up, home=True, onward=False),
+        Route((-1,), down, home=False, onward=False),
     ]
     if size == 2:
         return along(near)
@@ -161,30 +144,21 @@ def forward_along(
     part: Partial,
 ) -> Partial:
     """Each hop: send the parcels on, and meanwhile attend to what they held."""
-    group = q.shape[2] // k.shape[2]
-    qs = [s.queries(q, group) for s in route.streams]
+    like = list(zip(dealt(k, route), dealt(v, route), strict=True))
 
-    def visit(hop: Array | int, parcels: Sequence[Array], parts: Sequence[Partial]) -> tuple:
-        done = []
-        for s, q_s, parcel, mine in zip(route.streams, qs, parcels, parts, strict=True):
-            k_s, v_s, at = unpack(parcel, s.keys(k), s.keys(v))
-            work = partial(kernel.forward, q_s, k_s, v_s, s.asking(q_at, group), at)
-            done.append(where_needed(kernel, route, hop, q_at, at, work, mine))
-        return tuple(done)
+    def visit(hop: Array | int, parcels: Sequence[Array], part: Partial) -> Partial:
+        keys, values, at = opened(parcels, like)
+        work = partial(kernel.forward, q, keys, values, q_at, at)
+        met: Partial = where_needed(kernel, route, hop, q_at, at, work, part)
+        return met
 
     def body(hop: Array, state: tuple) -> tuple:
-        parcels, parts = state
+        parcels, part = state
         moved = send(route, parcels, axis)
-        return lax.optimization_barrier((moved, visit(hop, parcels, parts)))
+        return lax.optimization_barrier((moved, visit(hop, parcels, part)))
 
-    parts = tuple(
-        Partial(s.queries(part.out_BTNH, group), s.queries(part.lse_BNT, group, axis=1))
-        for s in route.streams
-    )
-    state = (parcels_of(route, k, v, k_at), parts)
-    parcels, parts = lax.fori_loop(0, route.hops, body, state)
-    parts = visit(route.hops, parcels, parts)
-    return Partial(joined([x.out_BTNH for x in parts], 2), joined([x.lse_BNT for x in parts], 1))
+    parcels, part = lax.fori_loop(0, route.hops, body, (parcels_of(route, k, v, k_at), part))
+    return visit(route.hops, parcels, part)
 
 
 def backward_along(
@@ -200,46 +174,35 @@ def backward_along(
 ) -> Grads:
     """As `forward_along`; `behind` is the dk and dv of the block visited last, side by side."""
     q, dout, lse, delta = rows
-    group, width = q.shape[2] // k.shape[2], k.shape[3]
+    like = list(zip(dealt(k, route), dealt(v, route), strict=True))
+    sums, width = sum_dtype(q), k.shape[3]
 
-    def visit(hop: Array | int, parcels: Sequence[Array], dqs: Sequence[Array]) -> tuple:
-        new_dqs, fresh = [], []
-        for s, parcel, dq in zip(route.streams, parcels, dqs, strict=True):
-            k_s, v_s, at = unpack(parcel, s.keys(k), s.keys(v))
-            stats = [s.queries(x, group, axis=1) for x in (lse, delta)]
-            q_s, dout_s = s.queries(q, group), s.queries(dout, group)
-
-            work = partial(
-                dkv_of, kernel, (q_s, k_s, v_s, s.asking(q_at, group), at, dout_s, *stats)
-            )
-            nothing = jnp.zeros((*k_s.shape[:3], width + v.shape[3]), dq.dtype)
-            dq, dkv = where_needed(kernel, route, hop, q_at, at, work, (dq, alike(nothing, dq)))
-            new_dqs.append(dq)
-            fresh.append(dkv)
-        return tuple(new_dqs), tuple(fresh)
+    def visit(hop: Array | int, parcels: Sequence[Array], dq: Array) -> tuple:
+        keys, values, at = opened(parcels, like)
+        work = partial(dkv_of, kernel, (q, keys, values, q_at, at, dout, lse, delta))
+        nothing = jnp.zeros((*keys.shape[:3], width + v.shape[3]), sums)
+        dq, dkv = where_needed(kernel, route, hop, q_at, at, work, (dq, alike(nothing, dq)))
+        ends = itertools.accumulate(x.shape[1] for x, _ in like[:-1])
+        return dq, tuple(jnp.split(dkv, list(ends), axis=1))
 
     def body(hop: Array, state: tuple) -> tuple:
-        parcels, behind, dqs = state
+        parcels, behind, dq = state
         moved, arrived = send(route, parcels, axis), send(route, behind, axis)
-        dqs, fresh = visit(hop, parcels, dqs)
-        moved, dqs = lax.optimization_barrier((moved, dqs))
-        return moved, tuple(map(jnp.add, arrived, fresh)), dqs
+        dq, fresh = visit(hop, parcels, dq)
+        moved, dq = lax.optimization_barrier((moved, dq))
+        return moved, tuple(map(jnp.add, arrived, fresh)), dq
 
-    sums = sum_dtype(q)
     none = jnp.zeros(q.shape, sums) if into is None else into.dq_BTNH
-    dqs = tuple(s.queries(none, group) for s in route.streams)
-    behind = tuple(
-        jnp.zeros((*s.keys(k).shape[:3], width + v.shape[3]), sums) for s in route.streams
-    )
-    dqs, behind = alike((dqs, behind), rows, k, v, q_at, k_at)
-    state = (parcels_of(route, k, v, k_at), behind, dqs)
-    parcels, behind, dqs = lax.fori_loop(0, route.hops, body, state)
-    dqs, fresh = visit(route.hops, parcels, dqs)
+    behind = tuple(jnp.zeros((*x.shape[:3], width + v.shape[3]), sums) for x, _ in like)
+    dq, behind = alike((none, behind), rows, k, v, q_at, k_at)
+    state = (parcels_of(route, k, v, k_at), behind, dq)
+    parcels, behind, dq = lax.fori_loop(0, route.hops, body, state)
+    dq, fresh = visit(route.hops, parcels, dq)
     behind = tuple(map(jnp.add, send(route, behind, axis), fresh))
     way, left = (1, size_of(axis) - route.hops) if route.onward else (-1, route.hops)
     behind = lax.fori_loop(0, left, lambda _, x: send(route, x, axis, way), behind)
-    dkv = joined(behind, 2)
-    ours = Grads(joined(dqs, 2), dkv[..., :width], dkv[..., width:])
+    dkv = collected(behind, k.shape[1])
+    ours = Grads(dq, dkv[..., :width], dkv[..., width:])
     return ours if into is None else add_grads(into._replace(dq_BTNH=None), ours)
 
 
@@ -250,19 +213,56 @@ def dkv_of(kernel: Kernel, args: Any, state: tuple[Array, Array]) -> tuple[Array
     return dq, jnp.concatenate([dk, dv], axis=-1)
 
 
-def joined(xs: Sequence[Array], axis: int) -> Array:
-    """The heads of all streams, in order."""
-    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=axis)
+def shares(S: int, parcels: int) -> list[list[slice]]:
+    """For each parcel the runs of a shard's S keys that it holds: every other quarter, or all."""
+    runs = min(S, 2 * parcels) if parcels > 1 else 1
+    cuts = [S * n // runs for n in range(runs + 1)]
+    slices = [slice(*ends) for ends in itertools.pairwise(cuts)]
+    return [slices[n::parcels] for n in range(parcels)]
+
+
+def dealt(x_BS: Array, route: Route) -> list[Array]:
+    """The keys of each parcel."""
+    whole = shares(x_BS.shape[1], len(route.shifts))
+    return [joined([x_BS[:, run] for run in runs]) for runs in whole]
+
+
+def collected(parts: Sequence[Array], S: int) -> Array:
+    """The inverse of `dealt`."""
+    runs: dict[int, Array] = {}
+    for part, slices in zip(parts, shares(S, len(parts)), strict=True):
+        first = 0
+        for run in slices:
+            runs[run.start] = part[:, first : first + run.stop - run.start]
+            first += run.stop - run.start
+    return joined([runs[start] for start in sorted(runs)])
+
+
+def joined(xs: Sequence[Array]) -> Array:
+    """One after the other in time."""
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=1)
 
 
 def parcels_of(route: Route, k: Array, v: Array, at: Tokens) -> tuple[Array, ...]:
-    """What each stream carries at the start."""
-    return tuple(pack(s.keys(k), s.keys(v), at) for s in route.streams)
+    """What travels at the start."""
+    tokens = zip(*(dealt(jnp.asarray(x), route) for x in at[:2]), strict=True)
+    parts = zip(dealt(k, route), dealt(v, route), tokens, strict=True)
+    return tuple(pack(k_s, v_s, Tokens(*at_s)) for k_s, v_s, at_s in parts)
+
+
+def opened(
+    parcels: Sequence[Array], like: Sequence[tuple[Array, Array]]
+) -> tuple[Array, Array, Tokens]:
+    """The keys, values and tokens that are here, one parcel's after the other's."""
+    parts = [unpack(x, *shapes) for x, shapes in zip(parcels, like, strict=True)]
+    keys, values, ats = zip(*parts, strict=True)
+    at = Tokens(*(joined(field) for field in zip(*(at[:2] for at in ats), strict=True)))
+    return joined(keys), joined(values), at
 
 
 def send(route: Route, xs: Sequence[Array], axis: Axis, way: int = 1) -> tuple[Array, ...]:
-    """One hop for each stream; way = -1 sends them back."""
-    return tuple(shifted(x, axis, way * s.shift) for x, s in zip(xs, route.streams, strict=True))
+    """One hop for each parcel; way = -1 sends them back."""
+    return tuple(shifted(x, axis, way * s) for x, s in zip(xs, route.shifts, strict=True))
 
 
 def where_needed(

@@ -33,7 +33,6 @@ from ringflash.attention.kernels.mosaic.tiling import (
     heads_first,
     held_of,
     marked,
-    rows_first,
     scaled,
     tested,
     time_first,
@@ -150,7 +149,7 @@ def forward_tiled(
     carry: Partial | None,
 ) -> Partial:
     """`Kernel.forward`."""
-    (B, T, N, H), (_, S, K, V) = q.shape, v.shape
+    (_, T, N, H), (_, S, K, V) = q.shape, v.shape
     dtype = COMPUTED[str(q.dtype)]
     wanted = wanted or best(device.generation, "forward", max(H, V))
     room = vmem_bytes(device.generation)
@@ -171,14 +170,14 @@ def forward_tiled(
         tested(spec, q_at, nq),
         marked(k_at, nk),
     )
-    given = None
+    state: list[Array] = []
     if carry is not None:
-        out = heads_first(carry.out_BTNH, bq, nq).swapaxes(3, 4)
-        given = (out, rows_first(carry.lse_BNT, bq, nq)[..., None, :])
+        state = [carry.out_BTNH.transpose(0, 2, 3, 1), carry.lse_BNT[:, :, None]]
+    more = ((0, 0), (0, 0), (0, 0), (0, bq * nq - T))
     cost = estimate(costs_needed(asked(spec, q, v)).forward)
     out, lse = up.forward(
         x,
-        given,
+        tuple(jnp.pad(y, more) for y in state),
         lists=lists,
         tests=tests,
         softcap=spec.softcap,
@@ -187,7 +186,7 @@ def forward_tiled(
         chunk=tiles.chunk,
         options=device.options("ringflash_forward", 4, cost),
     )
-    return Partial(time_first(out.swapaxes(3, 4), T), lse.reshape(B, N, -1)[..., :T])
+    return Partial(out[..., :T].transpose(0, 3, 1, 2), lse[:, :, 0, :T])
 
 
 def backward_tiled(

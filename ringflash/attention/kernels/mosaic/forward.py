@@ -31,8 +31,8 @@ class Refs(NamedTuple):
 
     q: Any  # [heads, tiles, block_q, H]
     rows: Any  # [tiles, 3, block_q] int32: lo, hi, segment
-    out: Any  # [heads, tiles, V, block_q] fp32
-    lse: Any  # [heads, tiles, 1, block_q] fp32
+    out: Any  # [heads, V, tiles * block_q] fp32
+    lse: Any  # [heads, 1, tiles * block_q] fp32
     k: Any  # [SLOTS, block_k, H]
     v: Any  # [SLOTS, V, block_k]
     marks: Any  # [SLOTS, 2, block_k] int32: position and segment
@@ -93,9 +93,14 @@ def soften(refs: Refs, unit: Unit, top: Array, shrink: Array, at: slice) -> None
 def gather(refs: Refs, unit: Unit, shrink: Array, at: slice) -> None:
     """out <- shrink out + V P."""
     more = dot(refs.v[unit.slot], refs.p[:, at], 1, 0)
-    refs.out[(*unit.place, slice(None), at)] = (
-        refs.out[(*unit.place, slice(None), at)] * shrink[:, at] + more
-    )
+    place = unit.head, slice(None), across(refs, unit.tile, at)
+    refs.out[place] = refs.out[place] * shrink[:, at] + more
+
+
+def across(refs: Refs, tile: Any, at: slice) -> Any:
+    """Where queries of a tile lie in `out` and `lse`."""
+    block_q = refs.s.shape[1]
+    return pl.ds(pl.multiple_of(tile * block_q, block_q) + at.start, at.stop - at.start)
 
 
 def turn(
@@ -126,31 +131,33 @@ def turn(
             score(refs, new, marks, tests, softcap, at)
 
 
-def each_place(refs: Refs, do: Callable[[tuple[Any, Any]], None]) -> None:
-    """`do` for every head and tile of queries that the step holds."""
-    heads, tiles = refs.out.shape[:2]
+def each_place(refs: Refs, do: Callable[[Any, int, Any], None]) -> None:
+    """do(head, tile, its queries in `out`) for all that the step holds."""
+    heads, tiles, _, block_q = refs.top.shape
 
-    @pl.loop(0, heads)
-    def _(head: Array) -> None:
+    def of_head(head: Array) -> None:
         for tile in range(tiles):
-            do((head, tile))
+            do(head, tile, slice(tile * block_q, (tile + 1) * block_q))
+
+    pl.loop(0, heads)(of_head)
 
 
 def begin(refs: Refs, carried: tuple[Any, ...]) -> None:
     """The state at the start: empty, or what was carried in."""
-    first = lax.broadcasted_iota(jnp.int32, refs.total.shape[2:], 0) == 0
+    _, _, rows, block_q = refs.total.shape
+    first = lax.broadcasted_iota(jnp.int32, (rows, block_q), 0) == 0
 
-    def empty(place: tuple[Any, Any]) -> None:
-        refs.out[place] = jnp.zeros(refs.out.shape[2:], F32)
-        refs.top[place] = jnp.full(refs.top.shape[2:], FLOOR, F32)
-        refs.total[place] = jnp.zeros(refs.total.shape[2:], F32)
+    def empty(head: Any, tile: int, at: Any) -> None:
+        refs.out[head, :, at] = jnp.zeros((refs.out.shape[1], block_q), F32)
+        refs.top[head, tile] = jnp.full((1, block_q), FLOOR, F32)
+        refs.total[head, tile] = jnp.zeros((rows, block_q), F32)
 
-    def go_on(place: tuple[Any, Any]) -> None:
-        out, lse = carried
-        some = lse[place] > FLOOR / 2
-        refs.out[place] = out[place]
-        refs.top[place] = jnp.where(some, lse[place] * LOG2E, FLOOR)
-        refs.total[place] = jnp.where(first & some, 1.0, 0.0)
+    def go_on(head: Any, tile: int, at: Any) -> None:
+        out, lse = (ref[head, :, at] for ref in carried)
+        some = lse > FLOOR / 2
+        refs.out[head, :, at] = out
+        refs.top[head, tile] = jnp.where(some, lse * LOG2E, FLOOR)
+        refs.total[head, tile] = jnp.where(first & some, 1.0, 0.0)
 
     each_place(refs, go_on if carried else empty)
 
@@ -158,12 +165,12 @@ def begin(refs: Refs, carried: tuple[Any, ...]) -> None:
 def finish(refs: Refs) -> None:
     """out and lse; an empty row has out 0 and lse FLOOR."""
 
-    def one(place: tuple[Any, Any]) -> None:
-        total = refs.total[place].sum(0, keepdims=True)
+    def one(head: Any, tile: int, at: Any) -> None:
+        total = refs.total[head, tile].sum(0, keepdims=True)
         some = total > 0
         share = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-        refs.out[place] = refs.out[place] * share
-        lse = (refs.top[place] + jnp.log2(jnp.where(some, total, 1.0))) / LOG2E
-        refs.lse[place] = jnp.where(some, lse, FLOOR)
+        refs.out[head, :, at] = refs.out[head, :, at] * share
+        lse = (refs.top[head, tile] + jnp.log2(jnp.where(some, total, 1.0))) / LOG2E
+        refs.lse[head, :, at] = jnp.where(some, lse, FLOOR)
 
     each_place(refs, one)

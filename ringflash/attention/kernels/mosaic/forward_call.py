@@ -104,7 +104,7 @@ def run(
 
 def forward(
     x: Inputs,
-    carried: tuple[Array, Array] | None,
+    carried: tuple[Array, ...],
     *,
     lists: Array,
     tests: Tests,
@@ -114,7 +114,8 @@ def forward(
     chunk: int,
     options: dict[str, Any],
 ) -> tuple[Array, Array]:
-    """out [B, N, nq, V, block_q] and lse [B, N, nq, 1, block_q], fp32, on from `carried` (overwritten).
+    """out [B, N, V, nq * block_q] and lse [B, N, 1, nq * block_q], fp32, on from `carried` (overwritten,
+    may be empty).
 
     heads, sub: query heads of one key/value head, and tiles of queries, that a step holds.
     """
@@ -122,9 +123,9 @@ def forward(
     K, V, block_k = x.v.shape[1], *x.v.shape[3:]
     parts = N // K // heads
 
-    def held(*dims: int) -> pl.BlockSpec:
+    def held(width: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (1, heads, sub, *dims), lambda b, k, p, s: (b, k * parts + p, s, *(0,) * len(dims))
+            (1, heads, width, sub * block_q), lambda b, k, p, s: (b, k * parts + p, 0, s)
         )
 
     def of_step(*dims: int, memory: Any = None) -> pl.BlockSpec:
@@ -153,20 +154,22 @@ def forward(
         run(refs, agenda, fetch, arrive, clock, tests, softcap, chunk)
         finish(refs)
 
-    state = [held(V, block_q), held(1, block_q)] if carried is not None else []
+    state = [held(V), held(1)] if carried else []
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    shapes = [(B, N, nq, V, block_q), (B, N, nq, 1, block_q)]
+    shapes = [(B, N, V, nq * block_q), (B, N, 1, nq * block_q)]
     out, lse = pl.pallas_call(
         kernel,
         grid=(B, K, parts, nq // sub),
         in_specs=[
             of_step(1, 1, lists.shape[3], memory=pltpu.SMEM),
-            held(block_q, H),
+            pl.BlockSpec(
+                (1, heads, sub, block_q, H), lambda b, k, p, s: (b, k * parts + p, s, 0, 0)
+            ),
             of_step(sub, 3, block_q),
             *[anywhere] * 3,
             *state,
         ],
-        out_specs=[held(V, block_q), held(1, block_q)],
+        out_specs=[held(V), held(1)],
         out_shape=[like(x.q, shape) for shape in shapes],
         scratch_shapes=[
             pltpu.VMEM((SLOTS, block_k, H), x.k.dtype),
@@ -181,9 +184,9 @@ def forward(
             pltpu.SemaphoreType.DMA((SLOTS, 3)),
             pltpu.SMEM((2,), jnp.int32),
         ],
-        input_output_aliases={} if carried is None else {6: 0, 7: 1},
+        input_output_aliases={6: 0, 7: 1} if carried else {},
         **options,
-    )(lists, x.q, x.rows, x.k, x.v, x.marks, *(carried or ()))
+    )(lists, x.q, x.rows, x.k, x.v, x.marks, *carried)
     return out, lse
 
 

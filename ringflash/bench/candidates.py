@@ -37,7 +37,7 @@ class Job:
     direction: str
     shape: Shape
     generation: str
-    tiles: tuple[int, ...] | None = None
+    tiles: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 
 from ringflash.bench import ours_tpu, splash
 from ringflash.bench.candidates import Candidate, Job, Shape
@@ -69,7 +70,7 @@ def compile_one(job: Job, device: Any, dump: Path) -> list[Schedule]:
     dump.mkdir()
     candidate = CANDIDATES[job.candidate]
     function, arguments = candidate.build(job, device)
-    jax.jit(function).lower(*arguments).compile()
+    compile_in_own_layouts(function, arguments)
     found = []
     for part in candidate.parts(job):
         named = schedule.read(dump, part.kernel)
@@ -77,6 +78,17 @@ def compile_one(job: Job, device: Any, dump: Path) -> list[Schedule]:
             raise ValueError(f"{job.candidate}: wanted one kernel {part.kernel}, found {named}")
         found += named
     return found
+
+
+def compile_in_own_layouts(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Compile for the layouts of arrays in HBM that suit the function.
+
+    Else XLA turns arrays before and after the kernel, and of that code the dump takes minutes.
+    """
+    where = jax.tree.leaves(arguments)[0].sharding
+    auto = Format(Layout.AUTO, where)
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    jax.jit(function, in_shardings=auto, out_shardings=auto).lower(*bare).compile()
 
 
 def job_of(values: dict[str, Any]) -> Job:

@@ -27,7 +27,7 @@ from ringflash.plan.generations import Generation
 from ringflash.plan.schedule import PARTS_OF_OTHERS, UNITS, Block, Schedule
 
 AREA = 1024 * 1024
-LIKE = 0.8  # a body has at least this share of the largest one's matrix work
+LIKE = 0.9  # a body has at least this share of the largest one's matrix work
 
 
 class Body(tuple[Block, ...]):
@@ -49,7 +49,11 @@ class Body(tuple[Block, ...]):
 
 @dataclass(frozen=True)
 class Cycles:
-    """What is known of a job. `busy`: cycles a FULL tile by unit, DMA too; `whole`: of one query head."""
+    """What is known of a job.
+
+    busy: cycles a FULL tile by unit, DMA too.  whole: of one query head.  beside: how much longer that is
+    than the bodies of all its tiles, as a share: what fills, drains, loops, fetches and begins.
+    """
 
     full: float
     partial: float
@@ -60,6 +64,7 @@ class Cycles:
     spills: int
     vmem_bytes: int | None
     whole: float
+    beside: float
 
     @property
     def bound(self) -> str:
@@ -83,6 +88,11 @@ def cycles(
     busy["DMA"] = moved / generation.hbm_bytes_per_cycle
     flops = PRODUCTS[job.direction] * 2 * AREA * job.shape.head_dim
     vmem = [schedule.vmem_bytes for schedule in schedules]
+    total = sum(whole(part, schedule, job.shape.heads) for part, schedule in pairs)
+    inside = sum(
+        (part.full * full.bundles + part.partial * partial.bundles) / part.cores
+        for part, full, partial in bodies
+    )
     return Cycles(
         full=full,
         partial=sum(partial.bundles * scale(part) for part, _, partial in bodies),
@@ -90,7 +100,8 @@ def cycles(
         busy=busy,
         spills=sum(full.slots("SPILL") + full.slots("FILL") for _, full, _ in bodies),
         vmem_bytes=max((v for v in vmem if v is not None), default=None),
-        whole=sum(whole(part, schedule, job.shape.heads) for part, schedule in pairs),
+        whole=total,
+        beside=total / inside - 1,
     )
 
 

@@ -23,8 +23,10 @@ def gather(
     return taken, faults
 
 
-def split(argument: str, names: Sequence[str]) -> tuple[str, str]:
-    """--heads=8 as (heads, 8); --json, which takes no value, as (json, ""). Raises ConfigFault."""
+def split(
+    argument: str, names: Sequence[str], switches: Sequence[str] = ("json",)
+) -> tuple[str, str]:
+    """--heads=8 as (heads, 8); --json, a switch, takes no value: (json, ""). Raises ConfigFault."""
     name, equals, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--"):
         raise ConfigFault(f"{argument}: left over")
@@ -32,9 +34,9 @@ def split(argument: str, names: Sequence[str]) -> tuple[str, str]:
         near = difflib.get_close_matches(name, names, n=1)
         meant = f": did you mean --{near[0]}?" if near else f"; known: {', '.join(names)}"
         raise ConfigFault(f"--{name}: unknown flag{meant}")
-    if name == "json":
+    if name in switches:
         if equals:
-            raise ConfigFault(f"{argument}: --json takes no value")
+            raise ConfigFault(f"{argument}: --{name} takes no value")
         return name, ""
     if not text:
         raise ConfigFault(f"--{name} has no value: wanted --{name}=VALUE")

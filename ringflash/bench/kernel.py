@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +18,8 @@ from ringflash.bench.compiled import CANDIDATES, Compiled, measure
 from ringflash.bench.cycles import Cycles, cycles
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.peers import EXTRA
+from ringflash.bench.tile_check import checked
+from ringflash.bench.tune import tuned
 from ringflash.exits import ConfigFault
 from ringflash.plan.compiler import require
 from ringflash.plan.generations import Topology
@@ -31,11 +34,13 @@ HEADER = [
     "spills",
     "VMEM MiB",
     "whole",
+    "beside",
     "x whole",
 ]
 HELP = (
     "cycles of a 1024 x 1024 tile; busy: the bound unit's share of a FULL one; "
-    "whole: kilocycles of the kernel for one query head; x whole: over that of ours"
+    "whole: kilocycles of the kernel for one query head, of which `beside` are not in the bodies; "
+    "x whole: over that of ours"
 )
 
 
@@ -54,11 +59,16 @@ def prepare(options: KernelOptions) -> None:
 
 
 def measured(options: KernelOptions) -> Iterator[Table]:
-    """A table of what the figures depend on, then one for each topology."""
+    """A table of what the figures depend on, then one for each topology and width."""
+    if options.tune or options.check:
+        yield from tuned(options) if options.tune else checked(options)
+        return
     names = candidates(options)
     yield about(options, names)
     for topology in options.topology:
-        yield of_topology(options, names, topology)
+        for width in options.widths:
+            shape = replace(options.shape, head_dim=width)
+            yield of_topology(replace(options, shape=shape), names, topology)
 
 
 def candidates(options: KernelOptions) -> list[str]:
@@ -149,6 +159,7 @@ def record_of(sweep: list[Compiled], topology: Topology) -> dict[str, Any]:
         "vmem_bytes": best.vmem_bytes,
         "whole_tiles": whole_tiles,
         "whole_cycles_per_head": whole.whole,
+        "beside": whole.beside,
     }
 
 
@@ -176,5 +187,6 @@ def cells(record: dict[str, Any]) -> list[str]:
         str(record["spills"]),
         "-" if vmem is None else f"{vmem / 2**20:.1f}",
         f"{record['whole_cycles_per_head'] / 1e3:.1f}",
+        f"{record['beside']:.1%}",
         "-" if x is None else f"{x:.2f}",
     ]

@@ -19,9 +19,7 @@ class Generation:
     name: str
     topology: str  # the smallest slice that the compiler knows, in its own words
     device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` has it
-    cores: (
-        int  # TensorCores behind one device as compiled here; on hardware v4 may join two as well
-    )
+    cores: int  # TensorCores of one device as compiled here; on hardware v4 may join two too
     flops_per_cycle: int  # bf16, by the matrix units
     clock_ghz: float
     hbm_tb_per_s: float

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ringflash.attention import (
     LAYOUTS,
     PADDING,
+    PARTIAL,
     Causal,
     Chunked,
     Full,
@@ -20,6 +21,7 @@ from ringflash.attention import (
 from ringflash.attention.cases import tokens
 from ringflash.attention.kernels.mosaic import agenda as made
 from ringflash.attention.kernels.mosaic.agenda import HI, LAST, LO, SEGMENT
+from ringflash.attention.mask import Bounds, Mask
 from ringflash.attention.tile import seen
 
 B, TILES_Q, TILES_K, BLOCK_Q, BLOCK_K = 2, 4, 6, 6, 4
@@ -27,11 +29,26 @@ LENGTH = TILES_Q * BLOCK_Q
 assert LENGTH == TILES_K * BLOCK_K
 LAWS = settings(max_examples=150, deadline=None, derandomize=True)
 
+
+class Alone(Mask):
+    """Even positions see their own, odd ones nothing: the interval of a user's mask may be empty."""
+
+    def visible(self, q, k):
+        return (q.positions_BT == k.positions_BT) & (q.positions_BT % 2 == 0)
+
+    def relation(self, q, k):
+        return Full().relation(q, k).clip(max=PARTIAL)
+
+    def bounds(self, q):
+        return Bounds(q.positions_BT, q.positions_BT - q.positions_BT % 2)
+
+
 size = st.integers(1, LENGTH)
 single = st.one_of(
     st.just(Full()),
     st.just(Causal()),
     st.just(Segments()),
+    st.just(Alone()),
     st.builds(Window, size, st.none() | st.integers(0, LENGTH)),
     st.builds(Chunked, size),
     st.builds(Prefix, st.integers(0, 2 * LENGTH)),
@@ -234,6 +251,17 @@ def test_what_is_fetched_next(steps, sub, streamed, share, look):
                 fetched += tile[new].tolist()
                 told += ahead[row, step][new].tolist()
             assert told == [*fetched[1:], -1][: len(told)]
+
+
+@LAWS
+@given(st.lists(st.booleans(), min_size=11, max_size=11))
+def test_gathered_left(active):
+    """The words that count, in their order, then zeros; a word of zero counts too."""
+    words = np.arange(11, dtype=np.int32)
+    found, count = made.gathered_left(words[None], np.array([active]))
+    kept = words[np.array(active)]
+    assert int(count[0]) == len(kept)
+    np.testing.assert_array_equal(found[0], np.pad(kept, (0, 11 - len(kept))))
 
 
 @given(st.lists(st.integers(-1, 5), min_size=9, max_size=9))

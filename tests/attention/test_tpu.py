@@ -31,7 +31,7 @@ from ringflash.attention import (
 )
 from ringflash.attention.cases import CASES, Case, inputs
 from ringflash.attention.kernel import merge, row_dot
-from ringflash.attention.kernels.mosaic import backward_call, forward_call
+from ringflash.attention.kernels.mosaic import backward_call, forward, forward_call
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.attention.kernels.tpu import tpu
 from ringflash.attention.mask import Mask
@@ -79,6 +79,13 @@ BY_NAME = {case.name: case for case in MANY}
 REQUEST = Request(1, 256, 256, 4, 2, 64, 64, "bfloat16", "tpu", Spec())
 
 
+@pytest.fixture(autouse=True)
+def _interpreter():
+    """What a kernel that failed leaves behind has the next one wait for ever."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 def make(spec, *, held=2, form=FORMS[0], interpret=None, chunk=128):
     """The kernel with tiles so small that there are many."""
     return tpu(
@@ -113,8 +120,11 @@ def test_fp16_is_at_most_twice_as_far_off_as_plain_fp16():
 
 
 def low_precision(case, form, dtype):
+    """lse and dsinks apart: q times scale and log2(e) is rounded once more, the plain one scales in fp32."""
     x, wanted = inputs(case), truth_of(case, dtype)
     usual = errors(results(plain(case.spec), x, dtype=dtype), wanted, norm)
+    for name in usual.keys() & {"lse", "dsinks"}:
+        usual[name] += float(jnp.finfo(dtype).eps) / 16
     attention = differentiable(make(case.spec, form=form))
     found = jax.jit(lambda x: results(attention, x, dtype=dtype), compiler_options=OPTIONS)(x)
     off = errors(found, wanted, norm)
@@ -275,10 +285,18 @@ def test_no_races(capsys, case, held, form):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [forward_call, backward_call])
-def test_a_race_would_be_seen(capsys, monkeypatch, module):
+def test_a_race_would_be_seen_in_the_forward(capsys, monkeypatch):
     """With half of the slots the next tile lands on one that is in use."""
-    monkeypatch.setattr(module, "SLOTS", 2)
+    for module in (forward, forward_call):
+        monkeypatch.setattr(module, "SLOTS", 2)
+    case = RACES[0][0]
+    separately(make(case.spec, held=1, interpret=RACING), inputs(case))
+    assert "RACE DETECTED" in capsys.readouterr().out
+
+
+def test_a_race_would_be_seen_in_the_backward(capsys, monkeypatch):
+    """Without waiting for dq the next tile lands on one that is on its way back."""
+    monkeypatch.setattr(backward_call.Traffic, "gone", lambda self, slot: None)
     case = RACES[0][0]
     separately(make(case.spec, held=1, interpret=RACING), inputs(case))
     assert "RACE DETECTED" in capsys.readouterr().out

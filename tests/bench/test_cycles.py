@@ -44,6 +44,11 @@ def test_a_body_of_two_blocks():
     assert full.bundles == 900
 
 
+def test_what_follows_in_one_place_is_one_body():
+    begin, end = block(2, 400, MATMUL=1000), block(3000, 400, MATMUL=1000)
+    assert bodies_of(replace(TWO, blocks=(begin, *TWO.blocks, end))) == ((FULL,), (PARTIAL,))
+
+
 def test_runs():
     runs = {b.start: runs_of(PART, TWO, b, 4) for b in TWO.blocks}
     assert runs == {0: 1 / 4, 10: 128, 35: 8, 70: 56, 1070: 56, 1080: 16, 2300: 8, 2400: 128}
@@ -71,6 +76,7 @@ def test_a_tile():
     assert found.busy["DMA"] == pytest.approx(2 * 1024 * 1.75e9 / 1.64e12)
     assert not {"FILL", "SPILL"} & found.busy.keys()
     assert found.efficiency == pytest.approx(2 * 2 * 1024 * 1024 * 128 / (524_288 * 2000))
+    assert found.beside == pytest.approx(found.whole / (56 * 1000 + 16 * 1200) - 1)
     assert found.spills == 7
     assert found.vmem_bytes == 2**20
 

@@ -31,6 +31,8 @@ from ringflash.plan.schedule import UNITS, Block, Schedule
         ("--kv_heads=5", "--heads=32 must be a multiple of --kv_heads=5"),
         ("--seq_len=1000", "--seq_len=1000 must be a multiple of 1024"),
         ("--json=1", "--json takes no value"),
+        ("--tune=v6e", "--tune takes no value"),
+        ("--head_dim=64,x", "--head_dim=64,x: wanted whole numbers above 0, found 'x'"),
     ],
 )
 def test_wrong_arguments(capsys, argument, line):
@@ -52,8 +54,24 @@ def test_arguments():
         topology=(topology("v5p:4x4x4"), topology("7x")),
         compare=("tokamax",),
         shape=Shape(head_dim=64),
+        widths=(64,),
         json=True,
     )
+
+
+def test_widths():
+    found = parse(["--head_dim=64,256,64"])
+    assert found.widths == (64, 256)
+    assert found.shape.head_dim == 64
+    assert parse([]).widths == (128,)
+    assert parse(["--check"]).widths == parse(["--tune"]).widths == kernel_options.WIDTHS
+
+
+def test_tune_check_and_compare_are_alone():
+    with pytest.raises(ConfigFault, match="wanted one of --tune, --check"):
+        parse(["--tune", "--check"])
+    with pytest.raises(ConfigFault, match="wanted one of --check, --compare"):
+        parse(["--check", "--compare=splash"])
 
 
 def test_without_arguments_and_all_every_generation_is_meant():

@@ -1,0 +1,39 @@
+"""The table of tile sizes holds: each row, through the real compiler, takes the cycles written there."""
+
+from importlib import metadata
+
+import pytest
+
+from ringflash.bench.kernel_options import WIDTHS, parse
+from ringflash.bench.tile_check import again
+from ringflash.bench.tile_table import Table
+from ringflash.plan.compiler import require
+from ringflash.plan.generations import GENERATIONS, topology
+
+COMMON = 128
+
+
+def faults(generation, direction, widths):
+    """What is wrong with these rows, a line each."""
+    require()
+    asked = parse(["--check", f"--head_dim={','.join(map(str, widths))}"])
+    rows = again(topology(generation), [direction], asked)
+    assert [row.width for row in rows] == list(widths)
+    return [line for row in rows for line in row.faults(comparable=True)]
+
+
+def test_the_compiler_is_the_one_that_the_table_was_made_with():
+    assert metadata.version("libtpu") == Table.installed().libtpu
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_common_width(generation, direction):
+    assert faults(generation, direction, [COMMON]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_other_widths(generation, direction):
+    assert faults(generation, direction, [w for w in WIDTHS if w != COMMON]) == []

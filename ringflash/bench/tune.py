@@ -66,7 +66,8 @@ def sweep(topology: Topology, direction: str, shape: Shape) -> Found:
         jobs = [
             Job(OURS, direction, shape, topology.generation.name, of_tiles(tiles)) for tiles in new
         ]
-        for one in measure([job for job in jobs if fits(job)], topology):
+        jobs = [job for job in jobs if fits(job)]
+        for one in measure(jobs, topology) if jobs else ():
             found[Tiles(*one.job.tiles or ())] = weighed(one, topology)
         return {tiles: found[tiles] for tiles in tries if tiles in found}
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ringflash.attention.kernel import FLOOR
 from ringflash.attention.kernels.mosaic.agenda import SUB_BITS, key_rows, query_rows
 from ringflash.attention.kernels.mosaic.backward import ROWS
 from ringflash.attention.mask import Tokens, lengthened
@@ -65,14 +66,19 @@ def marked(k_at: Tokens, count: int) -> Array:
 
 
 def beside_queries(lse_BNT: Array, delta_BNT: Array, tested_rows: Array) -> Array:
-    """[B, N, tiles, ROWS, block] int32: what the backward needs to know of each query."""
+    """[B, N, tiles, ROWS, block] int32: what the backward needs to know of each query.
+
+    The lse of padding is above every score, so that its weights are 0. In the forward, whose tiles may be
+    others, it may have met no key, and the weights of a row that saw nothing are infinite where it sees one.
+    """
     B, count, _, block = tested_rows.shape
 
-    def bits(x_BNT: Array) -> Array:
-        x = rows_first(x_BNT.astype(jnp.float32), block, count)
+    def bits(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.int32)[:, :, :, None]
 
-    numbers = [bits(lse_BNT * LOG2E), bits(delta_BNT)]
+    lse, delta = (rows_first(x.astype(jnp.float32), block, count) for x in (lse_BNT, delta_BNT))
+    padding = tested_rows[:, None, :, 2] < 0
+    numbers = [bits(jnp.where(padding, -FLOOR, lse * LOG2E)), bits(delta)]
     shape = (B, lse_BNT.shape[1], *tested_rows.shape[1:])
     rows = jnp.concatenate([*numbers, jnp.broadcast_to(tested_rows[:, None], shape)], 3)
     return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, ROWS - rows.shape[3]), (0, 0)))

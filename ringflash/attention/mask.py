@@ -20,6 +20,7 @@ import jax.numpy as jnp
 Array = jax.Array | Any
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+LAST_POSITION = 2**31 - 1
 PADDING = -1  # any negative segment id is padding: it sees nothing and nothing sees it
 
 
@@ -209,12 +210,11 @@ class Window(Mask):
         return classify(nothing | empty, full)
 
     def bounds(self, q: Tokens) -> Bounds:
-        position, largest = q.positions_BT, jnp.iinfo(jnp.int32).max
+        position = q.positions_BT
+        lo = position - (self.left - 1)
         if self.right is None:
-            return Bounds(lo=position - (self.left - 1))
-        return Bounds(
-            position - (self.left - 1), jnp.minimum(position, largest - self.right) + self.right
-        )
+            return Bounds(lo)
+        return Bounds(lo, position + jnp.minimum(self.right, LAST_POSITION - position))
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Chunked(Mask):
 
     def bounds(self, q: Tokens) -> Bounds:
         first = q.positions_BT // self.size * self.size
-        return Bounds(first, first + (self.size - 1))
+        return Bounds(first, first + jnp.minimum(self.size - 1, LAST_POSITION - first))
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,11 @@ def backward_tiled(
     )
     into = Grads(None, None, None) if into is None else into
     dq = jnp.zeros(q.shape, jnp.float32) if into.dq_BTNH is None else into.dq_BTNH
-    given = [] if into.dk_BSKH is None else [heads_first(x, bk, nk) for x in into[1:]]
+    given: list[Array] = []
+    if into.dk_BSKH is not None or into.dv_BSKH is not None:
+        pairs = zip(into[1:], (k, v), strict=True)
+        whole_ones = [jnp.zeros(x.shape, jnp.float32) if g is None else g for g, x in pairs]
+        given = [alike(heads_first(g, bk, nk), x.q) for g in whole_ones]
     if tiles.turned:
         given = [x.swapaxes(3, 4) for x in given]
     scale = spec.scale_for(H)

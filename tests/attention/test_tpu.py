@@ -103,6 +103,7 @@ def turn_about(cases, *others):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "form"), turn_about(SERVED, FORMS))
 def test_fp32(case, form):
     found = results(differentiable(make(case.spec, form=form)), inputs(case))

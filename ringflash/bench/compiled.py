@@ -13,6 +13,7 @@ from jax.experimental.layout import Format, Layout
 
 from ringflash.bench import ours_tpu, splash
 from ringflash.bench.candidates import Candidate, Job, Shape
+from ringflash.bench.cycles import Cycles, cycles
 from ringflash.plan import schedule
 from ringflash.plan.compiler import in_child
 from ringflash.plan.generations import Topology
@@ -45,6 +46,12 @@ def measure(jobs: Sequence[Job], topology: Topology, flags: str = "") -> list[Co
         Compiled(job, tuple(map(schedule.from_json, one["schedules"])), one["error"])
         for job, one in zip(jobs, told, strict=True)
     ]
+
+
+def weigh(one: Compiled, topology: Topology) -> Cycles:
+    """The cycles of a job that compiled."""
+    parts = CANDIDATES[one.job.candidate].parts(one.job)
+    return cycles(one.job, parts, one.schedules, topology.generation)
 
 
 def compile_all(asked: dict[str, Any], dump: Path) -> list[dict[str, Any]]:

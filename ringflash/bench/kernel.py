@@ -14,8 +14,7 @@ from typing import Any
 
 from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job
-from ringflash.bench.compiled import CANDIDATES, Compiled, measure
-from ringflash.bench.cycles import Cycles, cycles
+from ringflash.bench.compiled import CANDIDATES, Compiled, measure, weigh
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.peers import EXTRA
 from ringflash.bench.tile_check import checked
@@ -130,12 +129,6 @@ def title(options: KernelOptions, topology: Topology) -> str:
     heads = f"{s.heads} heads over {s.kv_heads}"
     shape = f"causal, {s.seq_len} tokens, {heads}, width {s.head_dim}, {s.dtype}"
     return f"{generation.name} ({topology.name}), {shape}"
-
-
-def weigh(one: Compiled, topology: Topology) -> Cycles:
-    """The cycles of a job that compiled."""
-    parts = CANDIDATES[one.job.candidate].parts(one.job)
-    return cycles(one.job, parts, one.schedules, topology.generation)
 
 
 def record_of(sweep: list[Compiled], topology: Topology) -> dict[str, Any]:

@@ -16,9 +16,6 @@ PEERS = ("splash", "splash_unfused", "tokamax", "tokamax_lp")
 DTYPES = ("bfloat16", "float32")
 LENGTH_UNIT = 1024  # a tile that is not whole would need a model of its own
 WIDTHS = (64, 128, 256)  # those of the table of tile sizes
-TABLE_LENGTH = (
-    32768  # for which it is made: long enough that a large unit's waste at the diagonal is small
-)
 SWITCHES = ("tune", "check", "json")
 HELP = """usage: ringflash bench kernel [--topology=v5p:2x2x1,v6e|all] [--compare=splash,tokamax]
          [--head_dim=128,64] [--heads=32] [--kv_heads=8] [--seq_len=8192] [--dtype=bfloat16]

@@ -11,39 +11,23 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from ringflash.attention.kernels.mosaic import backward_call, forward_call
-from ringflash.attention.kernels.mosaic.tiles import Tiles, best, fitted, vmem_bytes
-from ringflash.attention.kernels.mosaic.tiling import held_of
+from ringflash.attention.kernels.mosaic.steps import Sizes, Steps, backward_steps, forward_steps
+from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.bench.candidates import Job
 from ringflash.bench.cycles import bodies_of, turns_of
 from ringflash.plan.schedule import Block, Schedule
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call does. tiles: after `fitted`.  heads: query heads of a step.  held: tiles that it keeps."""
-
-    tiles: Tiles
-    heads: int
-    held: int
-
-
-def plan_of(job: Job) -> Plan:
-    """As `attention.kernels.tpu` makes it."""
-    s, H, size = job.shape, job.shape.head_dim, jnp.dtype(job.shape.dtype).itemsize
-    wanted = Tiles(*job.tiles) if job.tiles else best(job.generation, job.direction, H)
-    group, room = s.heads // s.kv_heads, vmem_bytes(job.generation)
-    if job.direction == "forward":
-        tiles = fitted(
-            wanted, s.seq_len, s.seq_len, room, lambda t: forward_call.vmem(t, H, H, size, False)
-        )
-        heads = max(n for n in range(1, group + 1) if group % n == 0 and n <= tiles.held)
-        return Plan(tiles, heads, held_of(-(-s.seq_len // tiles.block_q), tiles.held // heads))
-    tiles = fitted(wanted, s.seq_len, s.seq_len, room, lambda t: backward_call.vmem(t, H, H, size))
-    return Plan(tiles, group, held_of(-(-s.seq_len // tiles.block_k), tiles.held))
+def plan_of(job: Job) -> Steps:
+    """What the kernel makes of the job."""
+    s, wanted = job.shape, Tiles(*job.tiles) if job.tiles else None
+    size = jnp.dtype(s.dtype).itemsize
+    sizes = Sizes(s.seq_len, s.seq_len, s.heads // s.kv_heads, s.head_dim, s.head_dim, size)
+    steps = forward_steps if job.direction == "forward" else backward_steps
+    return steps(job.generation, sizes, wanted)
 
 
-def kinds_of_steps(job: Job, plan: Plan) -> list[list[tuple[int, int]]]:
+def kinds_of_steps(job: Job, plan: Steps) -> list[list[tuple[int, int]]]:
     """For each step of one head the list of its units: (streamed tile, 0 for FULL or 1 for PARTIAL)."""
     bq, bk = plan.tiles.block_q, plan.tiles.block_k
     first_q = np.arange(0, job.shape.seq_len, bq)[:, None]
@@ -101,7 +85,7 @@ class Counts:
         return next(n for n, turn in enumerate(turns) if block in turn)
 
 
-def counts_of(job: Job, plan: Plan) -> Counts:
+def counts_of(job: Job, plan: Steps) -> Counts:
     """Of the kernel that `plan` describes."""
     up = job.direction == "forward"
     group = job.shape.heads // job.shape.kv_heads

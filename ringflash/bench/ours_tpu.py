@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringflash.attention import Causal, Spec, Tokens
+from ringflash.attention.kernels.mosaic.steps import Steps
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.attention.kernels.tpu import tpu
 from ringflash.bench.candidates import Candidate, Job, Part
-from ringflash.bench.ours_runs import Counts, Plan, counts_of, plan_of
+from ringflash.bench.ours_runs import Counts, counts_of, plan_of
 from ringflash.plan.generations import GENERATIONS
 
 
@@ -43,7 +44,7 @@ def of_tiles(tiles: Tiles) -> tuple[Any, ...]:
     return astuple(tiles)
 
 
-def moved(job: Job, plan: Plan, counts: Counts) -> float:
+def moved(job: Job, plan: Steps, counts: Counts) -> float:
     """Bytes between HBM and VMEM for one query head."""
     s, t = job.shape, plan.tiles
     size, width = jnp.dtype(s.dtype).itemsize, s.head_dim

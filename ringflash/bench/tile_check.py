@@ -14,8 +14,7 @@ from typing import Any
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job
-from ringflash.bench.compiled import CANDIDATES, Compiled, measure
-from ringflash.bench.cycles import cycles
+from ringflash.bench.compiled import Compiled, measure, weigh
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.ours_tpu import of_tiles
 from ringflash.bench.tile_table import Table as TileTable
@@ -112,9 +111,7 @@ def after(one: Compiled, topology: Topology) -> dict[str, Any]:
     """The row as it would be written now; empty where it does not compile."""
     if one.error:
         return {}
-    parts = CANDIDATES[OURS].parts(one.job)
-    found = cycles(one.job, parts, one.schedules, topology.generation)
-    return entry(Tiles(*one.job.tiles or ()), found)
+    return entry(Tiles(*one.job.tiles or ()), weigh(one, topology))
 
 
 def told(topology: Topology, rows: list[Row]) -> Table:

@@ -15,8 +15,8 @@ from typing import Any
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job, Shape
-from ringflash.bench.compiled import CANDIDATES, Compiled, measure
-from ringflash.bench.cycles import Cycles, cycles
+from ringflash.bench.compiled import measure, weigh
+from ringflash.bench.cycles import Cycles
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.ours_runs import plan_of
 from ringflash.bench.ours_tpu import of_tiles
@@ -68,7 +68,7 @@ def sweep(topology: Topology, direction: str, shape: Shape) -> Found:
         ]
         jobs = [job for job in jobs if fits(job)]
         for one in measure(jobs, topology) if jobs else ():
-            found[Tiles(*one.job.tiles or ())] = weighed(one, topology)
+            found[Tiles(*one.job.tiles or ())] = one.error or weigh(one, topology)
         return {tiles: found[tiles] for tiles in tries if tiles in found}
 
     if direction == "backward":
@@ -83,14 +83,6 @@ def fits(job: Job) -> bool:
     """Whether the kernel would take these tiles, not smaller ones."""
     tiles, asked = plan_of(job).tiles, Tiles(*job.tiles or ())
     return (tiles.block_q, tiles.block_k) == (asked.block_q, asked.block_k)
-
-
-def weighed(one: Compiled, topology: Topology) -> Cycles | str:
-    """The cycles of a job, or why there are none."""
-    if one.error:
-        return one.error
-    parts = CANDIDATES[OURS].parts(one.job)
-    return cycles(one.job, parts, one.schedules, topology.generation)
 
 
 def best(found: Found) -> Tiles:

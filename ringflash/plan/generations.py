@@ -9,6 +9,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from ringflash.attention.kernels.mosaic.tiles import DEVICE_KINDS, VMEM_MIB
 from ringflash.exits import ConfigFault
 
 
@@ -18,12 +19,20 @@ class Generation:
 
     name: str
     topology: str  # the smallest slice that the compiler knows, in its own words
-    device_kinds: tuple[str, ...]  # as `jax.Device.device_kind` has it
     cores: int  # TensorCores of one device as compiled here; on hardware v4 may join two too
     flops_per_cycle: int  # bf16, by the matrix units
     clock_ghz: float
     hbm_tb_per_s: float
-    vmem_mib: int
+
+    @property
+    def device_kinds(self) -> tuple[str, ...]:
+        """As `jax.Device.device_kind` has them."""
+        return tuple(kind for kind, name in DEVICE_KINDS.items() if name == self.name)
+
+    @property
+    def vmem_mib(self) -> int:
+        """MiB of VMEM."""
+        return VMEM_MIB[self.name]
 
     @property
     def hbm_bytes_per_cycle(self) -> float:
@@ -34,11 +43,11 @@ class Generation:
 GENERATIONS = {
     each.name: each
     for each in (
-        Generation("v4", "v4:2x2x1", ("TPU v4",), 1, 131_072, 1.05, 0.61, 16),
-        Generation("v5e", "v5e:2x2", ("TPU v5 lite", "TPU v5e"), 1, 131_072, 1.5, 0.82, 128),
-        Generation("v5p", "v5p:2x2x1", ("TPU v5", "TPU v5p"), 2, 131_072, 1.75, 1.38, 64),
-        Generation("v6e", "v6e:2x2", ("TPU v6 lite", "TPU v6e"), 1, 524_288, 1.75, 1.64, 128),
-        Generation("7x", "tpu7x:2x2x1", ("TPU7x", "TPU 7x"), 1, 524_288, 2.2, 3.69, 64),
+        Generation("v4", "v4:2x2x1", 1, 131_072, 1.05, 0.61),
+        Generation("v5e", "v5e:2x2", 1, 131_072, 1.5, 0.82),
+        Generation("v5p", "v5p:2x2x1", 2, 131_072, 1.75, 1.38),
+        Generation("v6e", "v6e:2x2", 1, 524_288, 1.75, 1.64),
+        Generation("7x", "tpu7x:2x2x1", 1, 524_288, 2.2, 3.69),
     )
 }
 
@@ -75,5 +84,4 @@ def topology(text: str) -> Topology:
 
 def of_device_kind(device_kind: str) -> Generation | None:
     """The generation whose devices call themselves so, or None."""
-    found = [g for g in GENERATIONS.values() if device_kind in g.device_kinds]
-    return found[0] if found else None
+    return GENERATIONS.get(DEVICE_KINDS.get(device_kind, ""))

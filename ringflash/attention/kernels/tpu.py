@@ -21,17 +21,11 @@ from ringflash.attention.kernels.mosaic import backward_call as down
 from ringflash.attention.kernels.mosaic import forward_call as up
 from ringflash.attention.kernels.mosaic.agenda import Tests, agenda, tests_of_tiles
 from ringflash.attention.kernels.mosaic.backward import Form
-from ringflash.attention.kernels.mosaic.tiles import (
-    Tiles,
-    best,
-    fitted,
-    generation_of,
-    vmem_bytes,
-)
+from ringflash.attention.kernels.mosaic.steps import Sizes, backward_steps, forward_steps
+from ringflash.attention.kernels.mosaic.tiles import Tiles, generation_of, vmem_bytes
 from ringflash.attention.kernels.mosaic.tiling import (
     beside_queries,
     heads_first,
-    held_of,
     marked,
     scaled,
     tested,
@@ -151,14 +145,9 @@ def forward_tiled(
     """`Kernel.forward`."""
     (_, T, N, H), (_, S, K, V) = q.shape, v.shape
     dtype = COMPUTED[str(q.dtype)]
-    wanted = wanted or best(device.generation, "forward", max(H, V))
-    room = vmem_bytes(device.generation)
-    tiles = fitted(
-        wanted, T, S, room, lambda t: up.vmem(t, H, V, jnp.dtype(dtype).itemsize, carry is not None)
-    )
-    bq, bk = tiles.block_q, tiles.block_k
-    heads = max(n for n in range(1, N // K + 1) if N // K % n == 0 and n <= tiles.held)
-    sub = held_of(-(-T // bq), tiles.held // heads)
+    sizes = Sizes(T, S, N // K, H, V, jnp.dtype(dtype).itemsize)
+    steps = forward_steps(device.generation, sizes, wanted, carried=carry is not None)
+    bq, bk, sub = steps.tiles.block_q, steps.tiles.block_k, steps.held
     q_at, k_at = whole(q_at, bq * sub), whole(k_at, bk)
     nq, nk = (at.positions_BT.shape[1] // n for at, n in ((q_at, bq), (k_at, bk)))
     tests = Tests.of(spec)
@@ -181,9 +170,9 @@ def forward_tiled(
         lists=lists,
         tests=tests,
         softcap=spec.softcap,
-        heads=heads,
+        heads=steps.heads,
         sub=sub,
-        chunk=tiles.chunk,
+        chunk=steps.tiles.chunk,
         options=device.options("ringflash_forward", 4, cost),
     )
     return Partial(out[..., :T].transpose(0, 3, 1, 2), lse[:, :, 0, :T])
@@ -204,13 +193,12 @@ def backward_tiled(
     into: Grads | None,
 ) -> Grads:
     """`Kernel.backward`."""
-    (_, T, _, H), (_, S, _, V) = q.shape, v.shape
+    (_, T, N, H), (_, S, K, V) = q.shape, v.shape
     dtype = COMPUTED[str(q.dtype)]
-    wanted = wanted or best(device.generation, "backward", max(H, V))
-    room = vmem_bytes(device.generation)
-    tiles = fitted(wanted, T, S, room, lambda t: down.vmem(t, H, V, jnp.dtype(dtype).itemsize))
+    sizes = Sizes(T, S, N // K, H, V, jnp.dtype(dtype).itemsize)
+    steps = backward_steps(device.generation, sizes, wanted)
+    tiles, held = steps.tiles, steps.held
     bq, bk = tiles.block_q, tiles.block_k
-    held = held_of(-(-S // bk), tiles.held)
     q_at, k_at = whole(q_at, bq), whole(k_at, bk * held)
     nq, nk = (at.positions_BT.shape[1] // n for at, n in ((q_at, bq), (k_at, bk)))
     tests = Tests.of(spec)

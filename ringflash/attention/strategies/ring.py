@@ -157,7 +157,7 @@ def forward_along(
         moved = send(route, parcels, axis)
         return lax.optimization_barrier((moved, visit(hop, parcels, part)))
 
-    parcels, part = lax.fori_loop(0, route.hops, body, (parcels_of(route, k, v, k_at), part))
+    parcels, part = lax.fori_loop(0, route.hops, body, (parcels_of(route, like, k_at), part))
     return visit(route.hops, parcels, part)
 
 
@@ -195,7 +195,7 @@ def backward_along(
     none = jnp.zeros(q.shape, sums) if into is None else into.dq_BTNH
     behind = tuple(jnp.zeros((*x.shape[:3], width + v.shape[3]), sums) for x, _ in like)
     dq, behind = alike((none, behind), rows, k, v, q_at, k_at)
-    state = (parcels_of(route, k, v, k_at), behind, dq)
+    state = (parcels_of(route, like, k_at), behind, dq)
     parcels, behind, dq = lax.fori_loop(0, route.hops, body, state)
     dq, fresh = visit(route.hops, parcels, dq)
     behind = tuple(map(jnp.add, send(route, behind, axis), fresh))
@@ -243,11 +243,11 @@ def joined(xs: Sequence[Array]) -> Array:
     return xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=1)
 
 
-def parcels_of(route: Route, k: Array, v: Array, at: Tokens) -> tuple[Array, ...]:
-    """What travels at the start."""
+def parcels_of(route: Route, keys: Sequence[tuple[Array, Array]], at: Tokens) -> tuple[Array, ...]:
+    """What travels at the start: the keys and values of each parcel, with their tokens."""
     tokens = zip(*(dealt(jnp.asarray(x), route) for x in at[:2]), strict=True)
-    parts = zip(dealt(k, route), dealt(v, route), tokens, strict=True)
-    return tuple(pack(k_s, v_s, Tokens(*at_s)) for k_s, v_s, at_s in parts)
+    parts = zip(keys, tokens, strict=True)
+    return tuple(pack(k_s, v_s, Tokens(*at_s)) for (k_s, v_s), at_s in parts)
 
 
 def opened(

@@ -43,7 +43,9 @@ def get_config() -> ConfigDict:
 
     config.attention = ConfigDict(type_safe=False)
     config.attention.kernel = "auto"  # runs on one shard: auto, or a key of dispatch.KERNELS
-    config.attention.strategy = "ring"  # how shards meet: dispatch.STRATEGIES, or ulysses:2*ring:4
+    config.attention.strategy = (
+        "ring"  # how shards meet: dispatch.STRATEGIES, ulysses:2*ring:4, auto
+    )
     config.attention.layout = "zigzag"  # tokens over shards: dispatch.LAYOUTS or ROW_LAYOUTS
 
     config.mesh = ConfigDict(type_safe=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +36,11 @@ from ringflash.loss import summed_loss, token_losses
 from ringflash.mesh import BATCH, BATCH_AXES, extent, make_mesh, put, shardings
 from ringflash.model.transformer import Decoder
 from ringflash.optimizer import make_optimizer
+from ringflash.plan.auto import Choice, strategy_for
+from ringflash.ring_order import ring_hops
 from ringflash.step import LossSum, State, init_state, make_step
+
+log = logging.getLogger(__name__)
 
 Array = jax.Array
 ATTENTION_AXES = Axes(BATCH_AXES, ("context",), ("tensor",))
@@ -136,7 +142,7 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
             at=Tokens(positions_BT, segment_ids_BT),
             mask=Causal(),
             kernel=config.attention.kernel,
-            strategy=config.attention.strategy,
+            strategy=strategy_of(config, mesh).strategy,
             mesh=mesh,
             axes=ATTENTION_AXES,
         )
@@ -218,6 +224,26 @@ def serving_kernel(config: Config, mesh: Mesh) -> str:
     return make_kernel(config.attention.kernel, asked).name
 
 
+@functools.cache
+def strategy_of(config: Config, mesh: Mesh) -> Choice:
+    """What shards meet by; for "auto" the quickest by forecast, which is logged, once."""
+    model, attention = config.model, config.attention
+    if attention.strategy != "auto":
+        return Choice(attention.strategy, "")
+    choice = strategy_for(
+        mesh,
+        Causal(),
+        attention.layout,
+        seq_len=config.seq_len,
+        rows=config.global_batch_size // extent(BATCH_AXES, mesh),
+        heads=model.heads // mesh.shape["tensor"],
+        kv_heads=model.kv_heads // mesh.shape["tensor"],
+        head_dim=model.head_dim,
+    )
+    log.info("attention strategy auto: %s (%s)", choice.strategy, choice.why)
+    return choice
+
+
 def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
     """The start-up table: what runs, where, and what a hop of the ring carries."""
     model, attention = config.model, config.attention
@@ -225,11 +251,15 @@ def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
     kind = devices[0].device_kind
     parameters = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(state.params))
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    taken, links = strategy_of(config, mesh).strategy, ring_hops(mesh)
+    if taken != attention.strategy:
+        taken = f"{attention.strategy}: {taken}"
     return [
         ("devices", f"{mesh.devices.size} x {kind} in {jax.process_count()} process(es)"),
         ("mesh", shape),
         ("kernel", serving_kernel(config, mesh)),
-        ("strategy", f"{attention.strategy} over context={mesh.shape['context']}"),
+        ("strategy", f"{taken} over context={mesh.shape['context']}"),
+        *([("links per hop", f"{links}, of the longest on the ring")] if links else []),
         ("layout", attention.layout),
         ("bytes per hop", f"{hop_bytes(config, mesh):,} per device, K and V of one layer"),
         ("tokens per step", f"{config.seq_len * config.global_batch_size:,}"),

@@ -19,6 +19,7 @@ from ringflash.bench import options as bench_options
 from ringflash.config import MeshConfig, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
 from ringflash.observe.table import table
+from ringflash.plan import options as plan_options
 
 USAGE = "ringflash VERB --config=FILE.py[:ARG] --workdir=DIR [--config.KEY=VALUE ...]"
 VERBS = {
@@ -27,7 +28,11 @@ VERBS = {
     "check": "Compute one batch in many ways (mesh, strategy, layout, ...) that must agree.",
     "show-config": "Print every value of the configuration and where it comes from.",
 }
-TOOLS = {"bench": "Time attention beside that of others; takes no configuration."}
+TOOLS = {
+    "bench": "Time attention beside that of others; takes no configuration.",
+    "plan": "Tell what attention does on a TPU slice that is not there; takes no configuration.",
+}
+TOOL_HELP = {"bench": bench_options.HELP, "plan": plan_options.HELP}
 NO_WORKDIR = ("check", "show-config")
 HELP = f"""usage: {USAGE}
 
@@ -84,10 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in TOOLS:
-        # Nothing else needs it.
-        from ringflash.bench.run import run
-
-        run(_joined(arguments[1:]), table)
+        _run_tool(arguments[0], _joined(arguments[1:]))
         return
     command = parse(arguments)
     file = _check(command)
@@ -121,6 +123,17 @@ def _run(arguments: Sequence[str]) -> None:
         from ringflash.evaluate.run import evaluate
 
         evaluate(config, workdir)
+
+
+def _run_tool(name: str, arguments: Sequence[str]) -> None:
+    if name == "plan":
+        # Nothing else needs it.
+        from ringflash.plan.run import run
+    else:
+        # As above.
+        from ringflash.bench.run import run
+
+    run(arguments, table)
 
 
 def _check(command: Command) -> config_file.ConfigFile:
@@ -217,7 +230,7 @@ def _verb_fault(verb: str) -> str:
 
 def _help(verb: str) -> str:
     if verb in TOOLS:
-        return bench_options.HELP
+        return TOOL_HELP[verb]
     if verb not in VERBS:
         return HELP
     usage = USAGE.replace("VERB", verb)

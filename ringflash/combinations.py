@@ -145,8 +145,8 @@ def _schedule(warmup: int, decay: int) -> str | None:
 
 def _strategy(spelling: str, context: int, heads: int, kv_heads: int, tensor: int) -> str | None:
     """The parts make up the context axis, and Ulysses can share the heads out."""
-    if heads % tensor or kv_heads % tensor or heads % kv_heads:
-        return None  # told by itself
+    if heads % tensor or kv_heads % tensor or heads % kv_heads or spelling == "auto":
+        return None  # told by itself; auto takes what serves
     try:
         check_strategy(spelling, context)
         for name, size in parse(spelling):

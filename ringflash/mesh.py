@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringflash.config import MeshConfig
+from ringflash.ring_order import arrange, has_coordinates
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -41,7 +42,9 @@ RULES: dict[str, P] = {
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over these devices (None: all there are).
 
-    Raises ValueError where the product does not match their number.
+    On TPU the order is that of `ring_order`: neighbours along `context` are one link apart wherever the
+    slice allows it.  Raises ValueError where the product does not match the number of devices, or
+    slices do not divide `data`.
     """
     sizes = list(dataclasses.astuple(config))
     devices = jax.devices() if devices is None else devices
@@ -52,6 +55,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         shape = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
         raise ValueError(f"the mesh {shape} takes {math.prod(sizes)} devices, found {len(devices)}")
     auto = (AxisType.Auto,) * len(AXES)
+    if has_coordinates(devices):
+        placed = arrange(devices, dict(zip(AXES, sizes, strict=True)))
+        return Mesh(placed, AXES, axis_types=auto)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
 
 

@@ -62,6 +62,8 @@ def _is_source(value: str) -> bool:
 
 
 def _is_strategy(value: str) -> bool:
+    if value == "auto":
+        return True
     try:
         parse(value)
     except ValueError:
@@ -92,7 +94,7 @@ RULES: Mapping[str, Rule] = {
     "model.remat": one_of(REMAT),
     "attention.kernel": one_of(["auto", *KERNELS, *ONE_PLATFORM]),
     "attention.strategy": Rule(
-        f"one of {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",
+        f"one of auto, {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",
         _is_strategy,
     ),
     "attention.layout": one_of([*LAYOUTS, *ROW_LAYOUTS]),

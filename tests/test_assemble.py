@@ -1,3 +1,4 @@
+import logging
 import re
 
 import jax
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_parts, write_documents
 
-from ringflash.assemble import hop_bytes, make_model, restore_model
+from ringflash.assemble import hop_bytes, make_model, restore_model, strategy_of
 from ringflash.attention import LAYOUTS
 from ringflash.data.batch import concatenate, label_row, reorder
 from ringflash.data.tokenizers import ByteTokenizer
@@ -149,6 +150,18 @@ def test_no_device_holds_the_whole_sequence(source):
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)}
     assert (2, 8, 32) in shapes, "the states of a shard"
     assert not {dims for dims in shapes if 64 in dims or 128 in dims}
+
+
+def test_auto_on_devices_without_figures_is_the_ring(source, caplog):
+    config = tiny(source, attention__strategy="auto")
+    strategy_of.cache_clear()
+    with caplog.at_level(logging.INFO):
+        parts = tiny_parts(source, attention__strategy="auto")
+    assert dict(parts.description)["strategy"] == "auto: ring over context=8"
+    assert "links per hop" not in dict(parts.description)
+    said = [text for text in caplog.messages if text.startswith("attention strategy auto")]
+    assert said == ["attention strategy auto: ring (no cycles and links are known of cpu)"]
+    assert strategy_of(config, parts.mesh).strategy == "ring"
 
 
 def frame(text):

@@ -68,7 +68,7 @@ def test_every_leaf_has_a_rule():
         ("model.dtype=float16", r"dtype = 'float16' .*one of bfloat16, float32"),
         ("model.remat=some", r"remat = 'some' .*one of .*none"),
         ("attention.kernel=flush", r"kernel = 'flush' .*one of auto, chunked, .*reference"),
-        ("attention.strategy=rings", r"strategy = 'rings' .*one of all_gather, ring"),
+        ("attention.strategy=rings", r"strategy = 'rings' .*one of auto, all_gather, ring"),
         (
             "attention.layout=zigzig",
             r"layout = 'zigzig' .*one of balanced, contiguous, striped, zigzag",

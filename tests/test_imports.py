@@ -20,6 +20,11 @@ COMPONENTS = {
     "ringflash.rules": "checks",
     "ringflash.combinations": "checks",
     "ringflash.evaluate.run": "eval",
+    "ringflash.ring_order": "torus",
+    "ringflash.plan.attention": "planning",
+    "ringflash.plan.options": "planning",
+    "ringflash.plan.rows": "planning",
+    "ringflash.plan.run": "planning",
 }
 # A component imports itself and what stands lower. What is not named here is an ordinary one.
 LEVELS = {
@@ -30,9 +35,11 @@ LEVELS = {
     "leaves": 0,
     "integrity": 0,
     "config": 1,
+    "torus": 1,
     "checks": 3,
     "assemble": 3,
     "bench": 3,
+    "planning": 4,
     "check": 4,
     "run": 4,
     "train": 5,

@@ -1,11 +1,14 @@
 import jax
 import numpy as np
 import pytest
+from fake_devices import fake_slice
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from ringflash.config import MeshConfig
 from ringflash.mesh import AXES, RULES, extent, make_mesh, put, shardings, spec
+from ringflash.plan.compiler import in_child
+from ringflash.ring_order import ring_hops
 
 PARAMS = ("fsdp", "context")
 
@@ -33,6 +36,40 @@ def test_a_mesh_may_take_some_of_the_devices():
     chosen = jax.devices()[2:4]
     found = make_mesh(MeshConfig(1, 1, -1, 1), chosen)
     assert set(found.devices.flat) == set(chosen)
+
+
+def test_devices_that_are_no_tpu_keep_their_order():
+    found = mesh(data=1, fsdp=1, context=8, tensor=1)
+    assert list(found.devices.flat) == jax.devices()
+    assert ring_hops(found) is None
+
+
+def test_tpus_stand_in_the_order_of_the_ring():
+    devices = fake_slice((2, 4, 1), kind="TPU v6 lite")
+    found = make_mesh(MeshConfig(1, 1, -1, 1), devices)
+    assert found.shape["context"] == 8
+    assert ring_hops(found) == 1
+
+
+def test_real_slices():
+    """Devices and compiler are those that a run and a plan have: both ways round at once."""
+    asked = {
+        "topologies": [
+            ["v4:4x4x8", 1],
+            ["v5e:4x4", 1],
+            ["v5e:16x16", 1],
+            ["v6e:16x16", 1],
+            ["v6e:2x4", 2],
+            ["v5p:2x2x1", 1],
+            ["v5p:4x4x4", 2],
+            ["v5p:8x8x16", 1],
+            ["tpu7x:4x4x4", 1],
+        ],
+        "compile": ["v5p:2x2x2", "v6e:2x4"],
+    }
+    found = in_child("mesh_chores:rings", asked, seconds=120)
+    assert found["hops"] == {f"{name} x {slices}": 1 for name, slices in asked["topologies"]}
+    assert found["transfers"] == dict.fromkeys(asked["compile"], 2)
 
 
 @pytest.mark.parametrize("rule", RULES)

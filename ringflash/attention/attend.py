@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ringflash.attention.dispatch import Strategy, check_strategy, make_kernel, make_strategy, parse
+from ringflash.attention.here import platform_of
 from ringflash.attention.kernel import Kernel, differentiable
 from ringflash.attention.mask import Causal, Mask, Segments, Tokens, lengthened
 from ringflash.attention.spec import Bias, Request, Spec
@@ -164,12 +165,6 @@ def request(q: Any, k: Any, v: Any, spec: Spec, mesh: Any, axes: Axes) -> Reques
         platform_of(mesh),
         spec,
     )
-
-
-def platform_of(mesh: Any) -> str:
-    """Of the mesh's devices, which may be absent ones that are compiled for; else of the default device."""
-    device = getattr(mesh, "abstract_mesh", mesh).abstract_device
-    return jax.default_backend() if device is None else str(device.platform)
 
 
 def counted(x_BTNH: Array) -> Tokens:

@@ -125,6 +125,17 @@ def check_strategy(spelling: str, devices: int) -> None:
         raise ValueError(f"strategy {spelling!r} is over {product} devices, found {devices}")
 
 
+def sizes(spelling: str, devices: int) -> dict[str, int]:
+    """Over how many of so many devices each strategy is, by name; 1 for one that is not in the composition.
+
+    Raises ValueError as `parse` does.
+    """
+    found = dict.fromkeys(STRATEGIES, 1)
+    for name, size in parse(spelling):
+        found[name] *= size or devices
+    return found
+
+
 @functools.cache
 def tell(taken: str, passed_over: tuple[tuple[str, str], ...]) -> None:
     """One line a choice: what serves, what was passed over, and why."""

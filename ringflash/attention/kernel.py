@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ringflash.attention.axis import Axis, summed_as
 from ringflash.attention.cost import Costs, costs_needed
 from ringflash.attention.mask import Tokens
+from ringflash.attention.orders import Orders
 from ringflash.attention.spec import Request, Spec
 
 Array = jax.Array
@@ -95,6 +96,23 @@ class Backward(Protocol):
     ) -> Grads: ...
 
 
+ForwardOf = Callable[[Array, Array, Tokens, Partial], Partial]  # k, v, k_at, carry
+BackwardOf = Callable[[Array, Array, Tokens, Array], Grads]  # k, v, k_at, the dq to add to
+
+
+class Prepared(NamedTuple):
+    """The pair once more, for queries that meet one block of keys after another, as in a ring.
+
+    forward(q, q_at, (k, v)) and backward(q, q_at, (dout, lse, delta), (k, v)) make ready what depends on the
+    queries alone, and give the function of the keys; k and v are like those that will come.
+    orders(width of K, of V): in which the keys best arrive.
+    """
+
+    forward: Callable[[Array, Tokens, tuple[Array, Array]], ForwardOf]
+    backward: Callable[[Array, Tokens, tuple[Array, ...], tuple[Array, Array]], BackwardOf]
+    orders: Callable[[int, int], Orders]
+
+
 def serves(request: Request) -> str | None:
     """The `unsupported` of a kernel that takes everything."""
     del request
@@ -112,6 +130,7 @@ class Kernel:
     axes: tuple[Axis, ...] = ()
     unsupported: Callable[[Request], str | None] = serves
     cost: Callable[[Request], Costs] = costs_needed
+    prepared: Prepared | None = None  # None: nothing is gained by it
 
 
 def differentiable(kernel: Kernel) -> Callable[..., tuple[Array, Array]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -69,3 +69,9 @@ class Request(NamedTuple):
     dtype: str
     platform: str
     spec: Spec
+
+    @staticmethod
+    def of(spec: Spec, platform: str, q_BTNH: Any, v_BSKH: Any) -> Request:
+        """What these arrays ask for."""
+        (B, T, N, H), (_, S, K, V) = q_BTNH.shape, v_BSKH.shape
+        return Request(B, T, S, N, K, H, V, str(q_BTNH.dtype), platform, spec)

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,10 @@ import jax
 
 from ringflash.bench import errors, ours, peers, tiles
 from ringflash.bench.options import Options
+from ringflash.bench.report import Table
 from ringflash.bench.timing import Program, Times, interleaved, ratio
 
 PASSES = ("forward", "forward+backward")
-
-
-@dataclass
-class Table:
-    """A table for a person, and the same as plain values for a machine."""
-
-    title: str
-    header: list[str] = field(default_factory=list)
-    rows: list[list[str]] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
 
 
 def prepare(options: Options) -> None:

@@ -111,10 +111,12 @@ def scale(part: Part) -> float:
 
 
 def bodies_of(schedule: Schedule) -> tuple[Body, Body]:
-    """The body of FULL tiles and that of PARTIAL ones, which may be the same."""
+    """The body of FULL tiles and that of PARTIAL ones, which may be the same: of the innermost loops."""
     bodies = turns_of(schedule.matrix_blocks())
     if not bodies:
         raise ValueError(f"{schedule.kernel}: wanted a block with matrix products, found none")
+    deepest = max(len(body[0].loops) for body in bodies)
+    bodies = [body for body in bodies if len(body[0].loops) == deepest]
     most = max(body.slots("MATMUL") for body in bodies)
     bodies = [body for body in bodies if body.slots("MATMUL") >= LIKE * most]
     bodies.sort(key=lambda body: body.slots("VALU"))

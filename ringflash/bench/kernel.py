@@ -12,15 +12,13 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job
 from ringflash.bench.compiled import CANDIDATES, Compiled, measure, weigh
 from ringflash.bench.kernel_options import OURS, KernelOptions
-from ringflash.bench.peers import EXTRA
+from ringflash.bench.peers import EXTRA, require_compared
+from ringflash.bench.report import Table
 from ringflash.bench.tile_check import checked
 from ringflash.bench.tune import tuned
-from ringflash.exits import ConfigFault
-from ringflash.plan.compiler import require
 from ringflash.plan.generations import Topology
 
 HEADER = [
@@ -45,16 +43,7 @@ HELP = (
 
 def prepare(options: KernelOptions) -> None:
     """Raises ConfigFault, all at once, unless the compiler and the peers asked for are installed."""
-    faults = []
-    try:
-        require()
-    except ConfigFault as fault:
-        faults += fault.lines()
-    for name in options.compare or ():
-        if importlib.util.find_spec(CANDIDATES[name].needs) is None:
-            faults.append(f"--compare: {CANDIDATES[name].needs} is not installed: {EXTRA}")
-    if faults:
-        raise ConfigFault(*faults)
+    require_compared([CANDIDATES[name].needs for name in options.compare or ()])
 
 
 def measured(options: KernelOptions) -> Iterator[Table]:

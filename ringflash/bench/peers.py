@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringflash.bench.timing import Program, program
 from ringflash.exits import ConfigFault
+from ringflash.plan.compiler import require
 
 EXTRA = "pip install 'ringflash[bench]'"
 
@@ -163,3 +164,16 @@ def chosen(peers: tuple[str, ...] | None) -> tuple[list[str], list[str]]:
     if faults:
         raise ConfigFault(*faults)
     return list(peers), []
+
+
+def require_compared(modules: Sequence[str]) -> None:
+    """Raises ConfigFault, all at once, unless the TPU compiler and these modules are installed."""
+    faults = []
+    try:
+        require()
+    except ConfigFault as fault:
+        faults += fault.lines()
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    faults += [f"--compare: {name} is not installed: {EXTRA}" for name in absent]
+    if faults:
+        raise ConfigFault(*faults)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringflash.bench import attention, kernel
 from ringflash.bench.kernel_options import KernelOptions
 from ringflash.bench.options import parse
+from ringflash.bench.report import tell
 
 
 def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
@@ -23,10 +23,4 @@ def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
     else:
         attention.prepare(options)
         tables = attention.measured(options)
-    for table in tables:
-        if options.json:
-            print(json.dumps({"title": table.title, "records": table.records}), flush=True)
-        elif table.rows:
-            show(table.title, table.rows, header=table.header)
-        else:
-            print(table.title, flush=True)
+    tell(tables, show, as_json=options.json)

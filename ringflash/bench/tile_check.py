@@ -12,11 +12,11 @@ from importlib import metadata
 from typing import Any
 
 from ringflash.attention.kernels.mosaic.tiles import Tiles
-from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job
 from ringflash.bench.compiled import Compiled, measure, weigh
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.ours_tpu import of_tiles
+from ringflash.bench.report import Table
 from ringflash.bench.tile_table import Table as TileTable
 from ringflash.bench.tile_table import entry
 from ringflash.exits import UNEQUAL, Stop

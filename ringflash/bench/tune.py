@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from ringflash.attention.kernels.mosaic.tiles import Tiles
-from ringflash.bench.attention import Table
 from ringflash.bench.candidates import DIRECTIONS, Job, Shape
 from ringflash.bench.compiled import measure, weigh
 from ringflash.bench.cycles import Cycles
 from ringflash.bench.kernel_options import OURS, KernelOptions
 from ringflash.bench.ours_runs import plan_of
 from ringflash.bench.ours_tpu import of_tiles
+from ringflash.bench.report import Table
 from ringflash.bench.tile_table import Table as TileTable
 from ringflash.bench.tile_table import entry
 from ringflash.plan.compiler import CompilerFailed

@@ -50,7 +50,9 @@ class Block:
     busy: dict[
         str, float
     ]  # slots over how many the unit takes in a cycle: cycles it needs at least
-    loops: int  # how many loops it stands in; the outermost is that over the grid
+    loops: tuple[
+        int, ...
+    ]  # where the loops begin that it stands in; the outermost is that over the grid
     skips: tuple[int, ...]  # the bundles of the branches that may jump over it, outermost first
 
     @property
@@ -84,7 +86,8 @@ class Schedule:
 
 def from_json(values: dict[str, Any]) -> Schedule:
     """The inverse of `dataclasses.asdict`."""
-    blocks = (Block(**{**b, "skips": tuple(b["skips"])}) for b in values["blocks"])
+    places = ("loops", "skips")
+    blocks = (Block(**{**b, **{name: tuple(b[name]) for name in places}}) for b in values["blocks"])
     return Schedule(**{**values, "blocks": tuple(blocks)})
 
 
@@ -161,11 +164,11 @@ def cut(
     blocks = []
     for start, end in itertools.pairwise(cuts):
         slots = [sum(column) for column in zip(*rows[start:end], strict=True)]
-        loops = [at for (at, to), last in jumps if to <= at and to <= start and end <= last]
+        loops = {to for (at, to), last in jumps if to <= at and to <= start and end <= last}
         skips = [at for (at, to), first in jumps if first <= start and end <= to]
         busy = [n / most for n, most in zip(slots, capacity, strict=True)]
         by_unit = dict(zip(UNITS, slots, strict=True)), dict(zip(UNITS, busy, strict=True))
-        blocks.append(Block(start, end - start, *by_unit, len(loops), tuple(skips)))
+        blocks.append(Block(start, end - start, *by_unit, tuple(sorted(loops)), tuple(skips)))
     return blocks
 
 

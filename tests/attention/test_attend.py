@@ -177,15 +177,15 @@ def test_inside_the_callers_own_shard_map(kernel, vma, mask):
 
 
 def test_remat_that_saves_out_and_lse_does_not_run_the_ring_again():
-    """Counted in the compiled program: as many transfers as without remat, and fewer than with it."""
+    """As many transfers as without remat, and fewer than with it: in the program that XLA is given, which may
+    see for itself that a part is there twice."""
     x = tuple(jnp.asarray(a) for a in inputs(CASE)[:3])
 
     def layer(x):
         return (attend(*x, mesh=mesh_of(4), kernel="reference") ** 2).sum()
 
     def transfers(f):
-        compiled = jax.jit(jax.value_and_grad(f)).lower(x).compile()
-        return compiled.as_text().count(" collective-permute(")
+        return jax.jit(jax.value_and_grad(f)).lower(x).as_text().count("collective_permute")
 
     saved = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     plain = transfers(layer)

@@ -26,7 +26,7 @@ from ringflash.attention import (
     differentiable,
 )
 from ringflash.attention.cases import Case, inputs, tokens
-from ringflash.attention.strategies import ring as ring_module
+from ringflash.attention.strategies import trip
 from ringflash.attention.strategies.ring import ring
 from ringflash.attention.strategies.sharded import sharded
 
@@ -65,9 +65,10 @@ def test_the_program_does_not_grow_with_the_ring(mask):
         sizes[devices] = len(re.findall(r"^ +%", text, re.MULTILINE))
         permutes[devices] = text.count("stablehlo.collective_permute")
     assert len(set(sizes.values())) == 1, sizes
-    # Each stream: K and V forward and backward; dk and dv behind them, once at the end, and home.
-    streams = 2 if isinstance(mask, Causal) else 4
-    assert set(permutes.values()) == {5 * streams}, permutes
+    # Forward: K and V. Backward: K and V, on the whole way round once more for the first hop; dk and dv
+    # behind them, once to catch up, and home.
+    split, near = 2 * (1 + 2 + 3), 2 * (1 + 1 + 3)
+    assert set(permutes.values()) == {split if isinstance(mask, Causal) else split + near}, permutes
 
 
 # ---- what it does ----
@@ -78,7 +79,7 @@ def watch(monkeypatch):
     """Counts, by device: kernel visits, and bytes of what was sent, of each transfer that ran."""
     visits, sent = Counter(), Counter()
 
-    def shifted(x, axis, shift, original=ring_module.shifted):
+    def shifted(x, axis, shift, original=trip.shifted):
         size = x.size * x.dtype.itemsize
         jax.debug.callback(lambda r: sent.update({(int(r), size): 1}), lax.axis_index("context"))
         return original(x, axis, shift)
@@ -96,7 +97,7 @@ def watch(monkeypatch):
 
         return Kernel("spy", spec, forward, backward)
 
-    monkeypatch.setattr(ring_module, "shifted", shifted)
+    monkeypatch.setattr(trip, "shifted", shifted)
     return spy, visits, sent
 
 
@@ -115,15 +116,15 @@ def forward(watch, case, devices):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_hops(watch, devices):
-    """N blocks met with N - 1 hops, in two parcels, one each way; a hop is one visit."""
+    """N blocks met with N - 1 hops, in two parcels, one each way; a visit for each parcel."""
     visits, transfers = forward(watch, Case("", B=1, T=64, mask=Full()), devices)
-    assert visits == [devices] * devices
+    assert visits == [2 * devices] * devices
     assert transfers == [2 * (devices - 1)] * devices
 
 
 def test_hops_of_one_key_head(watch):
     visits, transfers = forward(watch, Case("", B=1, T=64, K=1, mask=Full()), 4)
-    assert visits == [4] * 4
+    assert visits == [2 * 4] * 4
     assert transfers == [2 * 3] * 4
 
 
@@ -160,7 +161,7 @@ def test_hops_of_documents(watch, documents, visits, hops):
 
 
 def test_backward_hops(watch):
-    """K and V as in the forward. dk and dv: beside those, then to catch up, then home: N + 1."""
+    """K and V as in the forward. dk and dv of a parcel: N times, the last brings them home."""
     spy, visits, sent = watch
     x = inputs(Case("", B=1, T=64, mask=Full()))
     attention = ringed(spy(Spec(Full())), mesh_of(4))
@@ -170,13 +171,13 @@ def test_backward_hops(watch):
 
     jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*map(jnp.asarray, x[:3])))
     jax.effects_barrier()
-    assert [visits[n] for n in range(4)] == [2 * 4] * 4
-    # Half of 16 keys of 2 heads of 32 words, with tokens, padded to whole rows.
-    key_bytes, grad_bytes = 4 * (8 * 64 + 64), 4 * 8 * 64
+    assert [visits[n] for n in range(4)] == [2 * 2 * 4] * 4
+    # 16 keys of one of 2 heads, of 32 words, with two words of tokens each.
+    key_bytes, grad_bytes = 4 * (16 * 32 + 16 * 2), 4 * 16 * 32
     assert sent == {
         (n, size): count
         for n in range(4)
-        for size, count in ((key_bytes, 2 * 2 * 3), (grad_bytes, 2 * 5))
+        for size, count in ((key_bytes, 2 * 2 * 3), (grad_bytes, 2 * 4))
     }
 
 
@@ -190,7 +191,7 @@ def bytes_sent(watch, **sizes):
 def test_traffic_goes_by_the_key_heads(watch):
     """Repeating K and V first would cost four times as much."""
     for N, K in ((32, 8), (8, 8), (8, 2)):
-        keys, tokens, row = 8 * K * 32, 8 * 2, K * 32  # in words, of one parcel
+        keys, tokens, row = 16 * K * 16, 16 * 2, K * 16  # in words, of one parcel
         wanted = 2 * 3 * 4 * (keys + -(-tokens // row) * row)
         assert bytes_sent(watch, N=N, K=K) == wanted
 

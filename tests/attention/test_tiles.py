@@ -125,7 +125,7 @@ def test_a_row_of_the_table_is_what_is_used(generation, direction, width):
     def need(t):
         if direction == "forward":
             return forward_call.vmem(t, width, width, 2, carried=True)
-        return backward_call.vmem(t, width, width, 2)
+        return backward_call.vmem(t, width, width, 2, given=False)
 
     wanted = best(generation, direction, width)
     found = fitted(wanted, 8192, 8192, vmem_bytes(generation), need)

@@ -13,12 +13,12 @@ JOB = Job("splash", "forward", Shape(seq_len=8192, heads=4), "v6e")
 PART = Part("fwd", 1024, 512, full=56, partial=16, steps=128, starts=8, moved=1024)
 
 
-def block(start, bundles, loops=1, skips=(), **slots):
+def block(start, bundles, loops=(2,), skips=(), **slots):
     counted = dict.fromkeys(UNITS, 0) | slots
     return Block(start, bundles, counted, {u: n / 2 for u, n in counted.items()}, loops, skips)
 
 
-ONCE = block(0, 10, loops=0)
+ONCE = block(0, 10, loops=())
 STEP = block(10, 20)
 START = block(35, 30, skips=(30,), VSTORE=60)
 FULL = block(70, 1000, skips=(65,), MATMUL=1800, VALU=100, SPILL=3, FILL=4)

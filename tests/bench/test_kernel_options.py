@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ringflash import cli
-from ringflash.bench import compiled, kernel, kernel_options, options
+from ringflash.bench import compiled, kernel, kernel_options, options, peers
 from ringflash.bench.candidates import DIRECTIONS, Shape
 from ringflash.bench.kernel_options import KernelOptions, parse
 from ringflash.exits import ConfigFault
@@ -135,7 +135,7 @@ def answer(work, asked, *, seconds, flags=""):
     for job in asked["jobs"]:
         busy = dict.fromkeys(UNITS, 0) | {"MATMUL": 4096}
         tiles = job["tiles"] and tuple(job["tiles"])
-        one = Schedule("fwd", (Block(5, BUNDLES.get(tiles, 4000), busy, busy, 1, ()),), 2**21)
+        one = Schedule("fwd", (Block(5, BUNDLES.get(tiles, 4000), busy, busy, (1,), ()),), 2**21)
         refused = job["direction"] == "backward"
         told.append({"schedules": [one], "error": "Refused: out of\nVMEM" if refused else ""})
     return json.loads(json.dumps(told, default=vars))
@@ -186,7 +186,7 @@ def test_the_child_fails(capsys, monkeypatch):
         raise compiler.CompilerFailed("the TPU compiler ended with code -6; it said nothing")
 
     monkeypatch.setattr(compiled, "in_child", fail)
-    monkeypatch.setattr(kernel, "require", lambda: None)
+    monkeypatch.setattr(peers, "require", lambda: None)
     monkeypatch.setattr(kernel.metadata, "version", lambda name: "1")
     assert cli.main(["bench", "kernel", "--topology=v6e", "--compare=splash"]) == 1
     assert capsys.readouterr().err == (

@@ -92,11 +92,8 @@ def test_every_unit_is_in_one_turn_of_each_stage(direction, tiles):
     counts = counts_of(one, plan)
     units = sum(counts.units)
     assert units * tiles.block_q * tiles.block_k >= SHAPE.seq_len**2 / 2
-    first, *_, last = counts.ends
-    started = sum(counts.main) + (counts.ends[2] + counts.ends[3] if direction == "forward" else 0)
+    # In each step the pipeline takes two units to fill, while none is gathered.
     assert sum(counts.main) + 2 * counts.steps == pytest.approx(units)
-    assert last == counts.steps
-    assert first <= counts.steps <= started + counts.steps
 
 
 def block(start, bundles, loops, skips, matmul=0, valu=0):
@@ -107,20 +104,19 @@ def block(start, bundles, loops, skips, matmul=0, valu=0):
 FORWARD = Schedule(
     "ringflash_forward.1",
     (
-        block(0, 10, 0, ()),
-        block(10, 20, 1, ()),
-        block(30, 300, 2, (5,)),  # begin
-        block(400, 1200, 1, (5, 6, 7), 2000, 10),  # the two turns that fill, without tests and with
-        block(1700, 1300, 1, (5, 6, 8), 2000, 30),
-        block(3100, 1400, 1, (5, 6, 9), 2000, 40),
-        block(4600, 2000, 1, (5, 6, 10), 2000, 60),
-        block(6700, 26, 2, (5, 6, 11)),  # the main loop
-        block(6730, 50, 2, (5, 6, 11, 12)),
-        block(6800, 1800, 2, (5, 6, 11, 13), 3000, 50),
-        block(8700, 2400, 2, (5, 6, 11, 14), 3000, 70),
-        block(11200, 1700, 1, (5, 6, 15), 1000, 40),  # the two that drain
-        block(13000, 700, 1, (5, 6), 1000, 10),
-        block(13800, 400, 2, (5,)),  # finish
+        block(0, 10, (), ()),
+        block(10, 20, (9,), ()),
+        block(30, 300, (9, 30), (5,)),  # begin
+        block(1700, 1300, (9,), (5, 6), 2000, 30),  # the two turns that fill
+        block(4600, 2000, (9,), (5, 6), 2000, 60),
+        block(6700, 26, (9, 6700), (5, 6, 11)),  # the main loop: over runs
+        block(6730, 50, (9, 6700), (5, 6, 11, 12)),
+        block(6800, 1800, (9, 6700, 6800), (5, 6, 11, 13), 3000, 50),  # over the turns of a run
+        block(8600, 5, (9, 6700), (5, 6, 11, 13)),
+        block(8700, 2400, (9, 6700, 8700), (5, 6, 11, 14), 3000, 70),
+        block(11200, 1700, (9,), (5, 6, 15), 1000, 40),  # the two that drain
+        block(13000, 700, (9,), (5, 6), 1000, 10),
+        block(13800, 400, (9, 13800), (5,)),  # finish
     ),
     2**25,
 )
@@ -130,25 +126,19 @@ def test_whole_forward():
     one = job("forward", Tiles(1024, 1024, 512, 16), Shape(seq_len=4096, heads=8, kv_heads=2))
     counts = counts_of(one, plan_of(one))
     assert counts.units == (6, 4)
-    # One step holds all four heads of a group: 40 units, and the first two are at the diagonal.
+    # One step holds all four heads of a group: 40 units, and the first two are at the diagonal. A run is of
+    # one tile of keys, and of its diagonal or of what is below it.
     runs = {b.start: counts(FORWARD, b) * 4 for b in FORWARD.blocks}
     assert runs == {
         **{0: 0.5, 10: 1, 30: 4, 13800: 4},
-        **{400: 0, 1700: 1, 3100: 0, 4600: 1, 11200: 1, 13000: 1},
-        **{6700: 38, 6730: 4, 6800: 24, 8700: 14},
+        **{1700: 1, 4600: 1, 11200: 1, 13000: 1},
+        **{6700: 7, 6730: 4, 6800: 24, 8600: 7, 8700: 14},
     }
     found = cycles(one, TPU.parts(one), [FORWARD], GENERATIONS["v6e"])
     assert (found.full, found.partial) == (1800, 2400)
     total = sum(runs[b.start] * b.bundles for b in FORWARD.blocks) / 4
     assert found.whole == pytest.approx(total)
     assert found.beside == pytest.approx(total / (6 * 1800 + 4 * 2400) - 1)
-
-
-def test_another_code_is_not_guessed_at():
-    one = job("forward", Tiles(1024, 1024, 512, 16))
-    less = replace(FORWARD, blocks=FORWARD.blocks[:-3])
-    with pytest.raises(ValueError, match="wanted 6 turns beside the main loop, found 4"):
-        cycles(one, TPU.parts(one), [less], GENERATIONS["v6e"])
 
 
 def test_two_cores_share_the_heads():

@@ -6,7 +6,7 @@ import pytest
 
 from ringflash import cli
 from ringflash.attention.kernels.mosaic.tiles import Tiles
-from ringflash.bench import compiled, kernel, tile_check, tile_table, tune
+from ringflash.bench import compiled, peers, tile_check, tile_table, tune
 from ringflash.bench.candidates import Shape
 from ringflash.bench.compiled import Compiled
 from ringflash.bench.cycles import Cycles
@@ -38,7 +38,7 @@ def fake(monkeypatch, figures, refuse=lambda tiles: ""):
         compiled, "cycles", lambda job, parts, schedules, generation: figures(Tiles(*job.tiles))
     )
     monkeypatch.setattr(tile_table.metadata, "version", lambda name: "1.0")
-    monkeypatch.setattr(kernel, "require", lambda: None)
+    monkeypatch.setattr(peers, "require", lambda: None)
     return asked
 
 

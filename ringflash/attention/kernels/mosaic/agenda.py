@@ -182,9 +182,19 @@ def following(fetched: Array) -> Array:
     return jnp.where(nearest < n, found, -1).astype(jnp.int32)
 
 
-def unpacked(word: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """The fields of a word: streamed tile, resident tile of the step, tests, new, last of its tile."""
+class Fields(NamedTuple):
+    """Of a word."""
+
+    tile: Any  # the streamed one
+    resident: Any  # tile of the step
+    tests: Any  # which choice of `Tests` it needs
+    new: Any  # whether its streamed tile comes with it
+    final: Any  # whether it is the last unit of that
+
+
+def unpacked(word: Any) -> Fields:
+    """The fields of a word."""
     tile = word & ((1 << TILE_BITS) - 1)
     lane = lax.shift_right_logical(word, TILE_BITS) & ((1 << SUB_BITS) - 1)
     kind = lax.shift_right_logical(word, TILE_BITS + SUB_BITS) & ((1 << TEST_BITS) - 1)
-    return tile, lane, kind, (word & NEW) != 0, (word & FINAL) != 0
+    return Fields(tile, lane, kind, (word & NEW) != 0, (word & FINAL) != 0)

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ringflash.attention.kernels.mosaic.agenda import unpacked
 from ringflash.attention.kernels.mosaic.pipeline import F32, SLOTS, chunks, columns, dot
 from ringflash.attention.tile import hidden, in_base_2, score_gradient, seen
 
@@ -31,7 +33,7 @@ class Refs(NamedTuple):
     k: Any  # [held, block_k, H]
     v: Any  # [held, block_k, V]
     marks: Any  # [held, 2, block_k] int32: position and segment
-    dk: Any  # [held, block_k, H] or [held, H, block_k] fp32
+    dk: Any  # [held * block_k, H] or [H, held * block_k] fp32
     dv: Any  # alike
     q: Any  # [SLOTS, block_q, H]
     dout: Any  # [SLOTS, block_q, V]
@@ -47,12 +49,15 @@ class Refs(NamedTuple):
 class Unit(NamedTuple):
     """A unit on its way."""
 
+    at: Array  # its place in the agenda
+    word: Array  # what the agenda says there
     head: Array
-    tile: Array  # of queries
-    held: Array  # tile of keys
     fetched: Array  # tiles of queries up to this one
-    final: Array  # whether it is the last of its tile of queries
-    tests: Array  # which choice of `Tests` it needs
+
+    @property
+    def held(self) -> Array:
+        """The tile of keys."""
+        return unpacked(self.word).resident
 
     @property
     def slot(self) -> Array:
@@ -121,12 +126,14 @@ def gather(refs: Refs, unit: Unit, form: Form) -> None:
     """dv += P dout, dk += dS q, dq += dS k."""
     q, dout, turned_k = refs.q[unit.slot], refs.dout[unit.slot], refs.turned_k[unit.held]
     p, ds, key_dim = refs.p[...], refs.ds[...], form.key_dim
+    block_k = refs.s.shape[key_dim]
+    keys = pl.ds(pl.multiple_of(unit.held * block_k, block_k), block_k)
     if form.turned:
-        refs.dv[unit.held] += dot(dout.T, p, 1, 1 - key_dim)
-        refs.dk[unit.held] += dot(q.T, ds, 1, 1 - key_dim)
+        refs.dv[:, keys] += dot(dout.T, p, 1, 1 - key_dim)
+        refs.dk[:, keys] += dot(q.T, ds, 1, 1 - key_dim)
     else:
-        refs.dv[unit.held] += dot(p, dout, 1 - key_dim, 0)
-        refs.dk[unit.held] += dot(ds, q, 1 - key_dim, 0)
+        refs.dv[keys] += dot(p, dout, 1 - key_dim, 0)
+        refs.dk[keys] += dot(ds, q, 1 - key_dim, 0)
     refs.dq[unit.slot] += dot(turned_k, ds, 1, key_dim).T * form.scale
 
 

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringflash.attention.kernels.mosaic.agenda import AGENDA_TAIL, Tests, unpacked
+from ringflash.attention.kernels.mosaic.agenda import AGENDA_TAIL, NEW, Tests, unpacked
 from ringflash.attention.kernels.mosaic.backward import ROWS, Form, Refs, Unit, turn
 from ringflash.attention.kernels.mosaic.pipeline import (
     F32,
     SLOTS,
-    at_ends,
-    by_kind,
+    Stages,
     copies,
-    drive,
+    if_new,
+    in_hbm,
     like,
     padded,
+    pipelined,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -28,7 +29,7 @@ Array = jax.Array
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, tiled; from `tpu.py`. Tiles of queries are nq, tiles of keys nk."""
+    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk."""
 
     q: Array  # [B, N, nq, block_q, H], multiplied by `tile.query_factor`
     dout: Array  # [B, N, nq, block_q, V]
@@ -76,43 +77,43 @@ def run(refs: Refs, agenda: Any, heads: int, traffic: Traffic, form: Form, tests
     length = (agenda.shape[-1] - AGENDA_TAIL) // 2
     count = agenda[0, 0, 0, 2 * length]
 
-    def advance(state: tuple[Array, Array, Array]) -> tuple[Unit, tuple[Array, Array, Array]]:
-        place, head, fetched = state
-        tile, held, choice, new, final = unpacked(agenda[0, 0, 0, place])
-        new &= head < heads
+    def unit(at: Array, head: Array, fetched: Array) -> Unit:
+        word = agenda[0, 0, 0, at]
+        word = jnp.where(head < heads, word, word & ~NEW)
+        return Unit(at, word, head, fetched + unpacked(word).new.astype(jnp.int32))
 
-        def next_tile() -> None:
-            slot, next_slot = (fetched + 1) & (SLOTS - 1), (fetched + 2) & (SLOTS - 1)
-            ahead = agenda[0, 0, 0, length + place]
-            first, *_ = unpacked(agenda[0, 0, 0, 0])
-            after = jnp.where(ahead < 0, first, ahead)
-            its_head = jnp.where(ahead < 0, head + 1, head)
+    def after(it: Unit) -> Unit:
+        done = it.at == count - 1
+        at, head = jnp.where(done, 0, it.at + 1), jnp.where(done, it.head + 1, it.head)
+        return unit(at, head, it.fetched)
 
-            def prefetch() -> None:
-                pl.when(fetched + 2 > SLOTS)(lambda: traffic.gone(next_slot))
-                traffic.fetch(its_head, after, next_slot)
+    def next_tile(it: Unit) -> None:
+        next_slot = (it.fetched + 1) & (SLOTS - 1)
+        ahead = agenda[0, 0, 0, length + it.at]
+        tile = jnp.where(ahead < 0, unpacked(first.word).tile, ahead)
+        head = jnp.where(ahead < 0, it.head + 1, it.head)
 
-            pl.when(fetched == 0)(lambda: traffic.fetch(head, tile, slot))
-            pl.when(its_head < heads)(prefetch)
-            traffic.arrive(slot)
+        def prefetch() -> None:
+            pl.when(it.fetched + 1 > SLOTS)(lambda: traffic.gone(next_slot))
+            traffic.fetch(head, tile, next_slot)
 
-        pl.when(new)(next_tile)
-        fetched = fetched + new.astype(jnp.int32)
-        done = place == count - 1
-        state = jnp.where(done, 0, place + 1), jnp.where(done, head + 1, head), fetched
-        return Unit(head, tile, held, fetched, final, choice), state
+        pl.when(head < heads)(prefetch)
+        traffic.arrive(it.slot)
 
-    def one_turn(old: Unit | None, now: Unit | None, new: Unit | None) -> None:
-        def with_tests(choice: tuple[str, ...]) -> None:
-            turn(refs, old, now, new, form, choice)
+    def one_turn(
+        old: Unit | None, now: Unit | None, new: Unit | None, choice: tuple[str, ...]
+    ) -> None:
+        turn(refs, old, now, new, form, choice)
 
-        if now is None:
-            with_tests(())
-        else:
-            at_end = old is None or new is None  # these turns need not be the quickest
-            by_kind(at_ends(tests) if at_end else tests, now.tests, with_tests)
-        if old is not None:
-            pl.when(old.final)(lambda: traffic.writing(old.head, old.tile, old.slot).start())
+    def kind(now: Unit, new: Unit) -> Array:
+        return unpacked(now.word).tests
+
+    def stays(old: Unit, new: Unit) -> Array:
+        return ~(unpacked(old.word).final | unpacked(new.word).new)
+
+    def leave(it: Unit) -> None:
+        fields = unpacked(it.word)
+        pl.when(fields.final)(lambda: traffic.writing(it.head, fields.tile, it.slot).start())
 
     def end(last: Unit) -> None:
         for n in range(SLOTS):
@@ -120,7 +121,10 @@ def run(refs: Refs, agenda: Any, heads: int, traffic: Traffic, form: Form, tests
             pl.when(last.fetched > n)(partial(traffic.gone, slot))
 
     zero = jnp.int32(0)
-    drive(count * heads, (zero, zero, zero), advance, one_turn, end)
+    first = unit(zero, zero, zero)
+    pl.when(count > 0)(lambda: traffic.fetch(zero, unpacked(first.word).tile, first.slot))
+    stages = Stages(after, if_new(next_tile), one_turn, kind, stays, leave, end)
+    pipelined(count * heads, first, stages, tests)
 
 
 def backward(
@@ -134,7 +138,7 @@ def backward(
     held: int,
     options: dict[str, Any],
 ) -> tuple[Array, Array, Array]:
-    """dq [B, N, nq, block_q, H], and dk, dv [B, K, nk, block_k, width] (or width, block_k), fp32.
+    """dq [B, N, nq, block_q, H], and dk, dv [B, K, nk * block_k, width] (turned: width before keys), fp32.
 
     dq, dk_dv: what the results are added to (overwritten); dk_dv may be empty.
     held: tiles of keys that a step holds.
@@ -145,6 +149,12 @@ def backward(
 
     def block(*dims: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, held, *dims), lambda b, k, s: (b, k, s, *(0,) * len(dims)))
+
+    def made(width: int) -> pl.BlockSpec:
+        keys = held * block_k
+        if form.turned:
+            return pl.BlockSpec((1, 1, width, keys), lambda b, k, s: (b, k, 0, s))
+        return pl.BlockSpec((1, 1, keys, width), lambda b, k, s: (b, k, s, 0))
 
     def of_step(*dims: int, memory: Any = None) -> pl.BlockSpec:
         return pl.BlockSpec((1, *dims), lambda b, k, s: (b, s, 0, 0), memory_space=memory)
@@ -167,8 +177,9 @@ def backward(
         for total, more in zip((dk, dv), into, strict=False):
             total[...] += more[...]
 
-    shapes = [(H, block_k), (V, block_k)] if form.turned else [(block_k, H), (block_k, V)]
-    given = [block(*shape) for shape in shapes] if dk_dv else []
+    S = nk * block_k
+    shapes = [(B, K, width, S) if form.turned else (B, K, S, width) for width in (H, V)]
+    given = [made(H), made(V)] if dk_dv else []
     tile = (block_k, block_q) if form.keys_down else (block_q, block_k)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     dtype = x.q.dtype
@@ -184,8 +195,8 @@ def backward(
             anywhere,
             *given,
         ],
-        out_specs=[anywhere, *(block(*shape) for shape in shapes)],
-        out_shape=[like(x.q, dq.shape), *(like(x.q, (B, K, nk, *shape)) for shape in shapes)],
+        out_specs=[anywhere, made(H), made(V)],
+        out_shape=[like(x.q, shape) for shape in (dq.shape, *shapes)],
         scratch_shapes=[
             pltpu.VMEM((SLOTS, block_q, H), dtype),
             pltpu.VMEM((SLOTS, block_q, V), dtype),
@@ -200,15 +211,17 @@ def backward(
         ],
         input_output_aliases={7: 0, 8: 1, 9: 2} if dk_dv else {7: 0},
         **options,
-    )(lists, x.q, x.dout, x.rows, x.k, x.v, x.marks, dq, *dk_dv)
+    )(lists, *in_hbm((*x, dq, *dk_dv), interpret=options["interpret"]))
     return dq, dk, dv
 
 
-def vmem(tiles: Tiles, H: int, V: int, itemsize: int) -> int:
+def vmem(tiles: Tiles, H: int, V: int, itemsize: int, given: bool) -> int:
     """Bytes of VMEM that a step takes: blocks that Pallas fetches ahead count twice."""
     bq, bk = tiles.block_q, tiles.block_k
     H, V = padded(H), padded(V)
-    keys = bk * (H + V) * (2 * itemsize + 2 * 2 * 4) + bk * (H * itemsize + 2 * 8 * 4)
+    keys = bk * (H + V) * (2 * itemsize + 2 * (2 if given else 1) * 4) + bk * (
+        H * itemsize + 2 * 8 * 4
+    )
     unit = bq * bk * 2 * (4 + itemsize)
     stream = SLOTS * bq * ((H + V) * itemsize + (ROWS + H) * 4)
     return tiles.held * keys + unit + stream

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ringflash.attention.kernel import FLOOR
+from ringflash.attention.kernels.mosaic.agenda import unpacked
 from ringflash.attention.kernels.mosaic.pipeline import F32, SLOTS, chunks, columns, dot
 from ringflash.attention.tile import LOG2E, hidden, in_base_2, seen
 
@@ -47,10 +48,15 @@ class Refs(NamedTuple):
 class Unit(NamedTuple):
     """A unit on its way."""
 
+    at: Array  # its place in the agenda
+    word: Array  # what the agenda says there
     head: Array
-    tile: Array  # of queries
     fetched: Array  # tiles of keys up to its own
-    tests: Array  # which choice of `Tests` it needs
+
+    @property
+    def tile(self) -> Array:
+        """Of queries."""
+        return unpacked(self.word).resident
 
     @property
     def place(self) -> tuple[Array, Array]:

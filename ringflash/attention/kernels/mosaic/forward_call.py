@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringflash.attention.kernels.mosaic.agenda import AGENDA_TAIL, Tests, unpacked
+from ringflash.attention.kernels.mosaic.agenda import AGENDA_TAIL, NEW, Tests, unpacked
 from ringflash.attention.kernels.mosaic.forward import Refs, Unit, begin, finish, turn
 from ringflash.attention.kernels.mosaic.pipeline import (
     F32,
     SLOTS,
-    at_ends,
-    by_kind,
+    Stages,
     copies,
-    drive,
+    if_new,
+    in_hbm,
     like,
     padded,
+    pipelined,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -28,11 +29,11 @@ Array = jax.Array
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, tiled; from `tpu.py`. Tiles of queries are nq, tiles of keys nk."""
+    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk."""
 
     q: Array  # [B, N, nq, block_q, H], multiplied by `tile.query_factor`
     k: Array  # [B, K, nk, block_k, H]
-    v: Array  # [B, K, nk, V, block_k]
+    v: Array  # [B, K, V, nk * block_k]
     rows: Array  # [B, nq, 3, block_q] int32: lo, hi, segment
     marks: Array  # [B, nk, 2, block_k] int32: position, segment
 
@@ -66,40 +67,45 @@ def run(
     length = (agenda.shape[-1] - AGENDA_TAIL) // 2
     units = agenda[0, 0, 0, 2 * length] * heads
 
-    def advance(state: tuple[Array, Array, Array]) -> tuple[Unit, tuple[Array, Array, Array]]:
-        place, head, fetched = state
-        tile, resident, choice, new, _ = unpacked(agenda[0, 0, 0, place])
-        new &= head == 0
+    def unit(at: Array, head: Array, fetched: Array) -> Unit:
+        word = agenda[0, 0, 0, at]
+        word = jnp.where(head == 0, word, word & ~NEW)
+        return Unit(at, word, head, fetched + unpacked(word).new.astype(jnp.int32))
 
-        def next_tile() -> None:
-            slot, next_slot = (fetched + 1) & (SLOTS - 1), (fetched + 2) & (SLOTS - 1)
-            ahead = agenda[0, 0, 0, length + place]
-            pl.when(clock.words[0] == 0)(lambda: fetch(tile, slot))
-            clock.words[0] = 1
-            arrive(slot)
-            pl.when(ahead >= 0)(lambda: fetch(ahead, next_slot))
+    def after(it: Unit) -> Unit:
+        done = it.head == heads - 1
+        at, head = jnp.where(done, it.at + 1, it.at), jnp.where(done, 0, it.head + 1)
+        return unit(at, head, it.fetched)
 
-        pl.when(new)(next_tile)
-        fetched = fetched + new.astype(jnp.int32)
-        done = head == heads - 1
-        state = jnp.where(done, place + 1, place), jnp.where(done, 0, head + 1), fetched
-        return Unit(head, resident, fetched, choice), state
+    def next_tile(it: Unit) -> None:
+        ahead = agenda[0, 0, 0, length + it.at]
+        pl.when(ahead >= 0)(lambda: fetch(ahead, (it.fetched + 1) & (SLOTS - 1)))
+        arrive(it.slot)
 
-    def one_turn(old: Unit | None, now: Unit | None, new: Unit | None) -> None:
-        def with_tests(choice: tuple[str, ...]) -> None:
-            turn(refs, old, now, new, choice, softcap, chunk)
+    def one_turn(
+        old: Unit | None, now: Unit | None, new: Unit | None, choice: tuple[str, ...]
+    ) -> None:
+        turn(refs, old, now, new, choice, softcap, chunk)
 
-        if new is None:
-            with_tests(())
-        else:
-            filling = old is None  # these turns need not be the quickest
-            by_kind(at_ends(tests) if filling else tests, new.tests, with_tests)
+    def kind(now: Unit, new: Unit) -> Array:
+        return unpacked(new.word).tests
+
+    def stays(old: Unit, new: Unit) -> Array:
+        return ~unpacked(new.word).new
 
     def end(last: Unit) -> None:
         clock.words[1] = last.fetched
 
     zero = jnp.int32(0)
-    drive(units, (zero, zero, clock.words[1]), advance, one_turn, end)
+    first = unit(zero, zero, clock.words[1])
+
+    @pl.when((units > 0) & (clock.words[0] == 0))
+    def start() -> None:
+        fetch(unpacked(first.word).tile, first.slot)
+        clock.words[0] = 1
+
+    stages = Stages(after, if_new(next_tile), one_turn, kind, stays, lambda _: None, end)
+    pipelined(units, first, stages, tests)
 
 
 def forward(
@@ -120,7 +126,8 @@ def forward(
     heads, sub: query heads of one key/value head, and tiles of queries, that a step holds.
     """
     B, N, nq, block_q, H = x.q.shape
-    K, V, block_k = x.v.shape[1], *x.v.shape[3:]
+    _, K, V, _ = x.v.shape
+    block_k = x.k.shape[3]
     parts = N // K // heads
 
     def held(width: int) -> pl.BlockSpec:
@@ -137,7 +144,8 @@ def forward(
         b, kv_head, clock = pl.program_id(0), pl.program_id(1), Clock(words)
 
         def of_tile(tile: Array, slot: Array) -> list[Any]:
-            sources = k.at[b, kv_head, tile], v.at[b, kv_head, tile], marks.at[b, tile]
+            its = pl.ds(pl.multiple_of(tile * block_k, block_k), block_k)
+            sources = k.at[b, kv_head, tile], v.at[b, kv_head, :, its], marks.at[b, tile]
             targets = (ref.at[slot] for ref in (refs.k, refs.v, refs.marks))
             return copies(list(zip(sources, targets, strict=True)), semaphores.at[slot])
 
@@ -186,7 +194,7 @@ def forward(
         ],
         input_output_aliases={6: 0, 7: 1} if carried else {},
         **options,
-    )(lists, x.q, x.rows, x.k, x.v, x.marks, *carried)
+    )(lists, *in_hbm((x.q, x.rows, x.k, x.v, x.marks, *carried), interpret=options["interpret"]))
     return out, lse
 
 

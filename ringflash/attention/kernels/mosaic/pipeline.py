@@ -7,9 +7,9 @@ turn lies in VMEM, so that every turn may take another body, with the tests that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringflash.attention.kernels.mosaic.agenda import Tests
+from ringflash.attention.kernels.mosaic.agenda import Tests, unpacked
 from ringflash.attention.kernels.mosaic.tiles import LANES
 
 Array = jax.Array
@@ -26,50 +26,86 @@ F32 = jnp.float32
 SLOTS = 4
 
 
-def drive(
-    units: Array,
-    start: Any,
-    advance: Callable[[Any], tuple[Any, Any]],
-    turn: Callable[[Any, Any, Any], None],
-    end: Callable[[Any], None],
-) -> None:
-    """turn(old, now, new) for all units in order, with None where the pipeline fills or drains.
+class Stages(NamedTuple):
+    """What a kernel does with units on their way; `pipelined` says when."""
 
-    advance(state) gives the next unit and the state after it; it may be asked for one unit more than there
-    are, if there is one.  end(last unit) comes last.  Nothing is called where there are no units.
+    after: Callable[[Any], Any]  # the next unit; also of the last one, where that is never used
+    arrive: Callable[[Any], None]  # what the unit brings with it; before its first turn
+    turn: Callable[..., Any]  # (old, now, new, choice of tests)
+    kind: Callable[[Any, Any], Array]  # of (now, new): which choice
+    stays: Callable[[Any, Any], Array]  # of (old, new): nothing to do between turns
+    leave: Callable[[Any], None]  # after its last turn
+    end: Callable[[Any], None]  # after all
+
+
+def pipelined(units: Array, first: Any, stages: Stages, tests: Tests) -> None:
+    """All units in order, three at a time; None where the pipeline fills or drains.
+
+    Turns of one kind that follow one another, and where no unit comes with a tile or leaves one, are a loop
+    of one block each: every branch costs a turn a dozen idle cycles.
     """
+    after, arrive, turn, kind, stays, leave, end = stages
+    every = tests.choices[
+        -1
+    ]  # where turns need not be the quickest: code is what a slice waits for first
+
+    def run_of(i: Array, gone: Any, old: Any, now: Any, new: Any, choice: tuple[str, ...]) -> Any:
+        """Turns of one kind."""
+        its = kind(now, new)
+
+        def one(state: Any) -> Any:
+            i, _, old, now, new, _ = state
+            turn(old, now, new, choice)
+            then = after(new)
+            more = (i + 1 < units) & stays(old, then) & (kind(new, then) == its)
+            return i + 1, old, now, new, then, more
+
+        def more(state: Any) -> Any:
+            return state[-1]
+
+        return lax.while_loop(more, one, (i, gone, old, now, new, jnp.array(True)))[:-1]
+
+    def runs(state: Any) -> Any:
+        *_, now, new = state
+        arrive(new)
+        state = by_kind(tests, kind(now, new), partial(run_of, *state))
+        leave(state[1])
+        return state
 
     def all_turns() -> None:
-        first, state = advance(start)
-        turn(None, None, first)
-        second, state = advance(state)
-        turn(None, first, second)
+        arrive(first)
+        turn(None, None, first, every)
+        second = after(first)
+        arrive(second)
+        turn(None, first, second, every)
+        start = jnp.int32(2), first, first, second, after(second)
+        _, _, old, now, _ = lax.while_loop(lambda state: state[0] < units, runs, start)
 
-        def body(_: Array, carried: Any) -> Any:
-            old, now, state = carried
-            new, state = advance(state)
-            turn(old, now, new)
-            return now, new, state
+        def drain() -> None:
+            turn(old, now, None, every)
+            leave(old)
 
-        old, now, _ = lax.fori_loop(2, units, body, (first, second, state))
-        pl.when(units > 1)(lambda: turn(old, now, None))
+        pl.when(units > 1)(drain)
         last = jax.tree.map(lambda a, b: jnp.where(units > 1, a, b), now, first)
-        turn(last, None, None)
+        turn(last, None, None, ())
+        leave(last)
         end(last)
 
     pl.when(units > 0)(all_turns)
 
 
-def by_kind(tests: Tests, kind: Array, do: Callable[[tuple[str, ...]], None]) -> None:
-    """`do` with the tests of that kind; kinds beyond the last choice take it."""
-    for n, choice in enumerate(tests.choices):
-        ours = kind == n if n < len(tests.choices) - 1 else kind >= n
-        pl.when(ours)(partial(do, choice))
+def if_new(next_tile: Callable[[Any], None]) -> Callable[[Any], None]:
+    """next_tile(unit) where the unit's streamed tile comes with it."""
+
+    def arrive(unit: Any) -> None:
+        pl.when(unpacked(unit.word).new)(lambda: next_tile(unit))
+
+    return arrive
 
 
-def at_ends(tests: Tests) -> Tests:
-    """None or all: enough where turns are few."""
-    return Tests((tests.choices[0], tests.choices[-1]))
+def by_kind(tests: Tests, kind: Array, do: Callable[[tuple[str, ...]], Any]) -> Any:
+    """`do` with the tests of that kind."""
+    return lax.switch(kind, [partial(do, choice) for choice in tests.choices])
 
 
 def dot(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
@@ -96,6 +132,14 @@ def copies(pairs: list[tuple[Any, Any]], semaphores: Any) -> list[Any]:
         pltpu.make_async_copy(source, target, semaphores.at[n])
         for n, (source, target) in enumerate(pairs)
     ]
+
+
+def in_hbm(xs: Sequence[Array], *, interpret: Any) -> list[Array]:
+    """The operands of a kernel, kept in HBM. Where XLA may bring one to VMEM before a call, calls differ, and
+    each is compiled; in a ring it would wait for a transfer that is to go on meanwhile."""
+    if interpret:  # which knows no memories
+        return list(xs)
+    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in xs]
 
 
 def like(x: Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -45,13 +45,18 @@ def forward_steps(
     return Steps(tiles, heads, held_of(-(-T // tiles.block_q), tiles.held // heads))
 
 
-def backward_steps(generation: str, sizes: Sizes, wanted: Tiles | None = None) -> Steps:
-    """Of the backward, which takes all heads of a group. wanted: None is the table's row."""
+def backward_steps(
+    generation: str, sizes: Sizes, wanted: Tiles | None = None, *, given: bool = False
+) -> Steps:
+    """Of the backward, which takes all heads of a group. wanted: None is the table's row.
+
+    given: whether there is a dk and dv to add to.
+    """
     T, S, group, H, V, itemsize = sizes
     wanted = wanted or best(generation, "backward", max(H, V))
 
     def need(tiles: Tiles) -> int:
-        return backward_call.vmem(tiles, H, V, itemsize)
+        return backward_call.vmem(tiles, H, V, itemsize, given)
 
     tiles = fitted(wanted, T, S, vmem_bytes(generation), need)
     return Steps(tiles, group, held_of(-(-S // tiles.block_k), tiles.held))

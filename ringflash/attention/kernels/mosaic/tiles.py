@@ -66,12 +66,23 @@ def vmem_bytes(generation: str) -> int:
     return VMEM_MIB[generation] * 15 // 16 << 20
 
 
-def best(generation: str, direction: str, width: int) -> Tiles:
+def row(generation: str, direction: str, width: int) -> dict[str, Any]:
     """The row of the table for a head width, "forward" or "backward"."""
     rows = table()["tiles"][generation][direction]
     widths = sorted(map(int, rows))
-    row = rows[str(next((w for w in widths if w >= width), widths[-1]))]
-    return Tiles(**row["tiles"])
+    found: dict[str, Any] = rows[str(next((w for w in widths if w >= width), widths[-1]))]
+    return found
+
+
+def best(generation: str, direction: str, width: int) -> Tiles:
+    """The tiles of that row."""
+    return Tiles(**row(generation, direction, width)["tiles"])
+
+
+def cycles(generation: str, direction: str, width: int) -> tuple[float, float]:
+    """Of a FULL and of a PARTIAL tile of 1024 x 1024 scores, in the loop's body."""
+    found = row(generation, direction, width)
+    return found["full"], found["partial"]
 
 
 def even(length: int, block: int) -> int:

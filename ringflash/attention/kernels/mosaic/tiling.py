@@ -19,10 +19,9 @@ Array = jax.Array
 
 
 def held_of(tiles: int, most: int) -> int:
-    """How many of `tiles` a step holds, at most `most`, so that the fewest steps are even."""
+    """How many of `tiles` a step holds: more than half of `most`, so that the last step lacks the fewest."""
     most = max(1, min(most, tiles, 1 << SUB_BITS))
-    steps = -(-tiles // most)
-    return -(-tiles // steps)
+    return min(range(most, most // 2, -1), key=lambda held: -tiles % held)
 
 
 def whole(at: Tokens, unit: int) -> Tokens:
@@ -37,9 +36,14 @@ def scaled(q: Array, spec: Spec, dtype: Any) -> Array:
 
 def heads_first(x_BTNH: Array, block: int, count: int) -> Array:
     """[B, T, heads, width] -> [B, heads, count, block, width], padded with zeros."""
-    B, T, heads, width = x_BTNH.shape
-    x = jnp.pad(x_BTNH, ((0, 0), (0, block * count - T), (0, 0), (0, 0)))
+    B, _, heads, width = x_BTNH.shape
+    x = lengthened_to(x_BTNH, block * count)
     return x.swapaxes(1, 2).reshape(B, heads, count, block, width)
+
+
+def lengthened_to(x_BTNH: Array, length: int) -> Array:
+    """Padded with zeros at the end of time."""
+    return jnp.pad(x_BTNH, ((0, 0), (0, length - x_BTNH.shape[1]), (0, 0), (0, 0)))
 
 
 def time_first(x: Array, length: int) -> Array:

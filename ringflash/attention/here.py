@@ -1,0 +1,24 @@
+"""The devices that a function is traced for, which may be absent ones that are compiled for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def platform_of(mesh: Any) -> str:
+    """Of the mesh's devices; else of the default device."""
+    device = getattr(mesh, "abstract_mesh", mesh).abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
+def platform_here() -> str:
+    """Of the mesh that is being traced under, else of the default device."""
+    return platform_of(jax.sharding.get_abstract_mesh())
+
+
+def kind_here() -> str:
+    """The device kind of the mesh that is being traced under, else of the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return str(device.device_kind if device is not None else jax.devices()[0].device_kind)

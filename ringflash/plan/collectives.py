@@ -1,0 +1,95 @@
+"""Which instructions of scheduled HLO are collectives and which are Pallas kernels, in whatever wrapping."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ringflash.plan.hlo import Computation, Instruction, Module
+
+COLLECTIVES = (
+    "collective-permute",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-broadcast",
+    "send",
+)
+KERNEL = 'custom_call_target="tpu_custom_call"'
+PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
+IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
+
+
+def collective_of(module: Module, one: Instruction) -> Instruction | None:
+    """The instruction itself, or what an async wrapper or a fusion holds; None where it is none."""
+    if one.opcode.removesuffix("-start") in COLLECTIVES:
+        return one
+    if one.opcode not in ("async-start", "fusion"):
+        return None
+    bodies = [
+        module.computations[name] for name in one.called("calls") if name in module.computations
+    ]
+    inner = (x for body in bodies for x in body.instructions)
+    return next((x for x in inner if x.opcode.removesuffix("-start") in COLLECTIVES), None)
+
+
+def done_of(computation: Computation, at: int) -> int | None:
+    """Where the collective started at `at` is done, following updates; None where it is synchronous."""
+    names, end = {computation.instructions[at].name}, None
+    started = computation.instructions[at]
+    if "start" not in started.opcode and "start" not in started.name:
+        return None
+    for n, one in enumerate(computation.instructions[at + 1 :], at + 1):
+        chained = any(word in one.opcode or word in one.name for word in ("done", "update"))
+        if chained and names & set(one.operands):
+            names.add(one.name)
+            end = n
+    return end
+
+
+def pairs_of(one: Instruction) -> tuple[tuple[int, int], ...]:
+    """Of a permute: (source, target)."""
+    found = PAIRS.search(one.rest)
+    numbers = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def held(one: Instruction) -> int:
+    """Bytes of the result; of a start, whose result is what goes in and what comes out, of the latter."""
+    each = one.results
+    if one.opcode in ("collective-permute-start", "send"):
+        each = each[:1]
+    elif one.opcode == "all-gather-start":
+        each = each[len(each) // 2 :]
+    return sum(each)
+
+
+def group_of(one: Instruction, devices: int) -> int:
+    """How many devices exchange with one another."""
+    iota, groups = IOTA.search(one.rest), GROUPS.search(one.rest)
+    if iota:
+        return int(iota[2])
+    sets = re.findall(r"\{([\d,]+)\}", groups[1]) if groups else []
+    return sets[0].count(",") + 1 if sets else devices
+
+
+def is_kernel(one: Instruction) -> bool:
+    """Whether it is a call of a Pallas kernel."""
+    return one.opcode == "custom-call" and KERNEL in one.rest
+
+
+def kernels_in(module: Module, one: Instruction) -> Iterator[str]:
+    """The kernels that it is or calls, at any depth."""
+    if is_kernel(one):
+        yield one.name
+    for name in one.called():
+        for inner in module.computations[name].instructions if name in module.computations else ():
+            yield from kernels_in(module, inner)
+
+
+def plain(name: str) -> str:
+    """ringflash_forward.10.clone as ringflash_forward."""
+    return re.sub(r"(\.\d+|\.clone)+$", "", name)

@@ -1,0 +1,149 @@
+"""How long attention would take under each strategy, from figures alone: `attention.strategy=auto` uses it.
+
+The same kernels and links as in `estimate`, but nothing is compiled. What `estimate` reads from the program
+is assumed here: a ring's transfers stand under the kernels of their hop, exchanges of Ulysses and all-gather
+under none, and XLA adds nothing. Memory is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ringflash.attention import Mask
+from ringflash.attention.dispatch import sizes
+from ringflash.attention.kernels.mosaic import tiles
+from ringflash.attention.strategies.ulysses import key_copies
+from ringflash.plan import links
+from ringflash.plan.generations import GENERATIONS
+from ringflash.plan.load import Load, load
+
+NARROW, WIDE = 2, 4  # bytes: what kernels take; out, dq, dk and dv as kernels give them
+TOKEN = 8  # bytes of a token's position and segment
+
+
+@dataclass(frozen=True)
+class Job:
+    """Attention of one layer, as one device of those along the sequence has it.
+
+    shape: of the chips along which the sequence lies.  shards: devices there.  hop_links: of the longest
+    hop between neighbours.  rows: of the batch.  heads, kv_heads: before a strategy shares them out.
+    """
+
+    generation: str
+    shape: tuple[int, ...]
+    shards: int
+    hop_links: int
+    mask: Mask
+    layout: str
+    seq_len: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @cached_property
+    def load(self) -> Load:
+        """The tiles of the mask."""
+        return load(self.mask, self.layout, self.seq_len, self.shards)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one forward and one backward, in seconds. exposed: of transfers, what stands under no kernel."""
+
+    strategy: str
+    kernel_seconds: float
+    exposed_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return self.kernel_seconds + self.exposed_seconds
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.total_seconds * 1e3:.3g} ms"
+
+
+def candidates(shards: int, kv_heads: int) -> list[str]:
+    """Every strategy; and Ulysses over as many neighbours as share out the K/V heads, a ring beyond."""
+    inner = max(n for n in range(1, shards + 1) if shards % n == 0 and kv_heads % n == 0)
+    inner = inner // 2 if inner == shards and inner % 2 == 0 else inner
+    hybrid = [f"ulysses:{inner}*ring:{shards // inner}"] if 1 < inner < shards else []
+    return ["ring", "ulysses", "all_gather", *hybrid]
+
+
+def choose(job: Job) -> tuple[list[Forecast], dict[str, str]]:
+    """What each strategy takes, the quickest first; and of those that cannot serve, why.
+
+    Equal ones stay in the order of `candidates`.
+    """
+    served, refused = [], {}
+    for strategy in candidates(job.shards, job.kv_heads):
+        try:
+            served.append(forecast(job, strategy))
+        except ValueError as reason:
+            refused[strategy] = str(reason)
+    return sorted(served, key=lambda one: one.total_seconds), refused
+
+
+def in_words(served: Sequence[Forecast], refused: Mapping[str, str]) -> str:
+    """What `choose` found, in one line."""
+    return "; ".join([*map(str, served), *(f"{name}: {why}" for name, why in refused.items())])
+
+
+def forecast(job: Job, strategy: str) -> Forecast:
+    """Raises ValueError where the strategy cannot share the heads out."""
+    over = sizes(strategy, job.shards)
+    inner, around = over["ulysses"], over["ring"]
+    copies = key_copies(job.heads, job.kv_heads, inner)
+    generation = GENERATIONS[job.generation]
+    per_second = generation.cores * generation.clock_ghz * 1e9 / (job.rows * job.heads / inner)
+    kernel = exposed = 0.0
+    for direction in ("forward", "backward"):
+        cost = tiles.cycles(job.generation, direction, job.head_dim)
+        hops = job.load.folded(inner).hops(cost, both_ways=around > 1)
+        each = hops.reshape(around, -1, hops.shape[1]).sum(1).max(1) / per_second
+        kernel += float(each.sum())
+        exposed += exchanged(job, direction, inner, copies)
+        exposed += gathered(job, direction, over["all_gather"])
+        exposed += sum(left_over(job, direction, each, inner, copies))
+    return Forecast(strategy, kernel, exposed)
+
+
+def left_over(
+    job: Job, direction: str, each: np.ndarray, inner: int, copies: int
+) -> Iterator[float]:
+    """Of each hop of a ring over every `inner`-th device, the seconds that its kernel does not cover.
+
+    Half of K and V goes each way; in the backward dk and dv of the block before go beside them.
+    """
+    kept = NARROW if direction == "forward" else NARROW + WIDE
+    tokens = job.rows * job.seq_len * inner // job.shards
+    sent = tokens * (job.kv_heads * copies // inner * job.head_dim * kept + TOKEN)
+    taken = links.hop_seconds(job.generation, sent, max(1, job.hop_links) * inner)
+    hops = each[:-1] if direction == "forward" else each[: len(each) if len(each) > 1 else 0]
+    return (max(0.0, taken - float(kernel)) for kernel in hops)
+
+
+def exchanged(job: Job, direction: str, inner: int, copies: int) -> float:
+    """Of Ulysses over `inner` neighbours: q, k and v one way and out the other; in the backward, beside them,
+    dout one way and dq, dk and dv the other."""
+    if inner == 1:
+        return 0.0
+    q = job.rows * job.seq_len // job.shards * job.heads * job.head_dim
+    kv = 2 * q * job.kv_heads * copies // job.heads
+    held = NARROW * (q + kv) + WIDE * q
+    if direction == "backward":
+        held = NARROW * (2 * q + kv) + WIDE * (q + kv)
+    shape = job.shape if inner == job.shards else (inner,)
+    return links.exchange_seconds(job.generation, held, shape)
+
+
+def gathered(job: Job, direction: str, devices: int) -> float:
+    """Of all-gather: K and V of the others; in the backward dk and dv too, to be summed."""
+    own = 2 * job.rows * job.seq_len // job.shards * job.kv_heads * job.head_dim
+    width = NARROW if direction == "forward" else NARROW + WIDE
+    return links.gather_seconds(job.generation, own * (devices - 1) * width, job.shape)

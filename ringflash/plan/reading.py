@@ -1,0 +1,112 @@
+"""A compiled case beside the work of its mask: what really runs, how often, and how long a transfer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ringflash.plan import links, load
+from ringflash.plan.case import Case, Facts
+from ringflash.plan.load import Load
+from ringflash.plan.program import Place, Transfer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A case, its facts, and the work of its mask; what follows from the three."""
+
+    case: Case
+    facts: Facts
+    load: Load
+
+    @property
+    def shards(self) -> int:
+        """Devices over which a sequence lies."""
+        return self.facts.shards
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """Hops up and down that the mask needs."""
+        case = self.case
+        return load.reach(load.mask_of(case.mask), case.layout, case.seq_len, self.shards)
+
+    @cached_property
+    def near(self) -> bool:
+        """Whether the ring goes only as far as some query sees, where its program leaves that open."""
+        return 2 * sum(self.reach) < self.shards
+
+    @cached_property
+    def taken(self) -> dict[str, int]:
+        """Of each conditional that holds transfers, the branch that is taken.
+
+        A loop whose turns are not known before it runs belongs to the way that goes only as far as needed.
+        """
+        found: dict[str, dict[int, bool]] = {}
+        for one in self.facts.program.transfers:
+            for name, branch in one.place.branches:
+                open_ended = found.setdefault(name, {})
+                open_ended[branch] = open_ended.get(branch, False) or one.place.trips is None
+        choices = {name: {x for x in each if each[x] == self.near} for name, each in found.items()}
+        return {
+            name: min(choices[name] if len(each) > 1 and choices[name] else each)
+            for name, each in found.items()
+        }
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """Of each loop with transfers whose turns the program leaves open: those that the mask needs.
+
+        What comes home without a kernel goes the other way.
+        """
+        found = {}
+        for one in self.facts.program.transfers:
+            if one.place.trips is None and one.pairs:
+                up = goes_up(one.pairs, self.shards) == one.overlapped
+                found[one.place.loops[-1]] = self.reach[0 if up else 1]
+        return found
+
+    def runs(self, place: Place) -> int:
+        """How often an instruction runs."""
+        if any(self.taken.get(name, branch) != branch for name, branch in place.branches):
+            return 0
+        if place.trips is not None:
+            return place.trips
+        return self.turns.get(place.loops[-1], max(self.reach))
+
+    def seconds(self, one: Transfer) -> float:
+        """One execution of a collective."""
+        generation, shape = self.case.generation, links.shape_of(self.case.topology)
+        if one.pairs:
+            if any(a // self.shards != b // self.shards for a, b in one.pairs):
+                return links.dcn_seconds(one.bytes)
+            taken = max(1, self.facts.hop_links or 1) * stride(one.pairs, self.shards)
+            return links.hop_seconds(generation, one.bytes, taken)
+        n = one.group
+        if n < self.shards:
+            shape = (n,)
+        if "all-to-all" in one.kind:
+            return links.exchange_seconds(generation, one.bytes, shape)
+        times = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+        return links.gather_seconds(generation, times.get(one.kind, 1) * one.bytes, shape)
+
+
+def stride(pairs: Iterable[tuple[int, int]], shards: int) -> int:
+    """How many devices on a permute sends, the shorter way round: a ring beside Ulysses passes some over.
+
+    It is taken to go through those, though on a torus there may be a shorter way.
+    """
+    ahead = [(b - a) % shards for a, b in pairs]
+    return max(min(n, shards - n) for n in ahead)
+
+
+def goes_up(pairs: Iterable[tuple[int, int]], shards: int) -> bool:
+    """Whether a permute sends to the next device of the ring, not to the one before."""
+    ahead = [(b - a) % shards for a, b in pairs]
+    return 2 * sum(ahead) <= shards * len(ahead)
+
+
+def reading_of(case: Case, facts: Facts) -> Reading:
+    """With the work of the case's mask over its shards."""
+    mask = load.mask_of(case.mask)
+    return Reading(case, facts, load.load(mask, case.layout, case.seq_len, facts.shards))

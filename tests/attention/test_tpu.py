@@ -50,13 +50,8 @@ LOW = [
     if case.name
     in (
         "mqa",
-        "width_64",
-        "width_256",
         "wider_values",
         "length_1001",
-        "cross",
-        "window_both_sides",
-        "prefix",
         "packed",
         "softcap",
         "sinks_on_padding",
@@ -357,13 +352,13 @@ def test_in_an_interpreter_it_serves_on_any_platform():
 RING = {
     "causal": Case("", B=1, T=960, N=2, K=1),
     "packed": Case("", B=2, T=480, N=2, K=1, documents=(190, 7, 250)),
-    "window": Case("", B=1, T=480, N=1, K=1, mask=Causal() & Window(100), sinks=True),
+    "window": Case("", B=1, T=320, N=1, K=1, mask=Causal() & Window(100), sinks=True),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "layout"),
-    [("causal", 4, "zigzag"), ("packed", 2, "zigzag"), ("window", 3, "contiguous")],
+    [("causal", 4, "zigzag"), ("packed", 2, "zigzag"), ("window", 2, "contiguous")],
 )
 def test_in_a_ring(name, devices, layout):
     """Hops continue from each other's Partial and Grads; some meet no key.

@@ -43,9 +43,7 @@ def get_config() -> ConfigDict:
 
     config.attention = ConfigDict(type_safe=False)
     config.attention.kernel = "auto"  # runs on one shard: auto, or a key of dispatch.KERNELS
-    config.attention.strategy = (
-        "ring"  # how shards meet: dispatch.STRATEGIES, ulysses:2*ring:4, auto
-    )
+    config.attention.strategy = "ring"  # how shards meet: dispatch.STRATEGIES, a*b, or auto
     config.attention.layout = "zigzag"  # tokens over shards: dispatch.LAYOUTS or ROW_LAYOUTS
 
     config.mesh = ConfigDict(type_safe=False)

@@ -22,6 +22,7 @@ from ringflash.attention import (
     Spec,
     Tokens,
     attend,
+    compiler_options,
     make_kernel,
     order_rows,
 )
@@ -81,6 +82,7 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Par
         make_step(partial(loss_sum, graph, config.loss.chunk, mesh), optimizer),
         donate_argnums=0,
         out_shardings=(placed, whole),
+        compiler_options=compiler_options(mesh),
     )
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
@@ -197,7 +199,7 @@ def make_score(
     """params -> held-out scores, overall and by position."""
     bounds = perplexity.edges(config.seq_len)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options(mesh))
     def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
         losses_BT = batch_losses(graph, config.loss.chunk, mesh, params, batch)
         return perplexity.bucket_sums(

@@ -13,6 +13,7 @@ from ringflash.attention.dispatch import (
     make_strategy,
     order_rows,
 )
+from ringflash.attention.here import compiler_options
 from ringflash.attention.kernel import (
     FLOOR,
     Grads,
@@ -64,6 +65,7 @@ __all__ = [
     "Tokens",
     "Window",
     "attend",
+    "compiler_options",
     "differentiable",
     "empty_partial",
     "make_kernel",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringflash.attention import Spec, Tokens, differentiable
+from ringflash.attention import Spec, Tokens, compiler_options, differentiable
 from ringflash.attention.attend import Axes, request, spread
 from ringflash.attention.kernels.tpu import tpu
 from ringflash.config import MeshConfig
@@ -63,6 +63,7 @@ def compile_one(case: Case, dump: Path) -> Facts:
     lowered = jax.jit(function).lower(*arguments)
     # The compiler writes the program itself: a newer libtpu's is not always one that jaxlib can read.
     wanted: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    wanted |= compiler_options(mesh)
     start = time.process_time()
     done = lowered.compile(compiler_options=wanted)
     seconds = time.process_time() - start

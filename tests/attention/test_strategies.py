@@ -70,9 +70,9 @@ SPECS = {
 # One over all shards, some over several, all within one, padding within and at the end, nothing else.
 PACKINGS = [(96,), (40, 37, 11), (5, 7, 3, 9, 6, 11, 8, 4, 12, 10, 2, 1), (29, 1, 40), ()]
 PROGRAMS = [(s, n, spec) for s, n in CORE for spec in SPECS]
-EARLY, WHOLE = ["window", "everything"], ["causal", "packed", "cross", "prefix"]
-PROGRAMS += [(*other, EARLY[i % 2]) for i, other in enumerate(OTHERS)]
-PROGRAMS += [(*other, WHOLE[i % 4]) for i, other in enumerate(OTHERS)]
+for local in (True, False):
+    KIND = [name for name, case in SPECS.items() if case.spec.mask.local is local]
+    PROGRAMS += [(*other, KIND[i % len(KIND)]) for i, other in enumerate(OTHERS)]
 TILED = [
     ("ring", 8, "everything"),
     ("ring", 3, "packed"),

@@ -153,11 +153,9 @@ def kernel_seconds(
     ways = {
         goes_up(x.pairs, reading.shards) for x in found if x.pairs and x.place.trips is not None
     }
-    hops = whole.hops(each, both_ways=len(ways) == 2)
-    if any(x.place.trips is None for x in found):
-        up, down = reading.reach
-        hops = hops[[0, *range(1, up + 1), *range(rows - down, rows)]]
-    else:
+    near = reading.reach if any(x.place.trips is None for x in found) else None
+    hops = whole.hops(each, both_ways=len(ways) == 2, reach=near)
+    if near is None:
         hops = hops.reshape(over["ring"], -1, rows).sum(1)
     heads = case.heads / inner
     return np.asarray(hops.max(1) * heads / (generation.cores * generation.clock_ghz * 1e9))

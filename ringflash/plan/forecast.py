@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ringflash.attention.kernels.mosaic import tiles
 from ringflash.attention.strategies.ulysses import key_copies
 from ringflash.plan import links
 from ringflash.plan.generations import GENERATIONS
-from ringflash.plan.load import Load, load
+from ringflash.plan.load import Load, load, reach
 
 NARROW, WIDE = 2, 4  # bytes: what kernels take; out, dq, dk and dv as kernels give them
 TOKEN = 8  # bytes of a token's position and segment
@@ -49,6 +49,17 @@ class Job:
     def load(self) -> Load:
         """The tiles of the mask."""
         return load(self.mask, self.layout, self.seq_len, self.shards)
+
+    def near(self, inner: int) -> tuple[int, int] | None:
+        """Hops up and down of a ring over every `inner`-th device that goes only as far as the mask needs;
+        None where it goes all the way round: see `strategies.routes`."""
+        if not self.mask.local:
+            return None
+        around = self.shards // inner
+        up, down = (
+            -(-hops // inner) for hops in reach(self.mask, self.layout, self.seq_len, self.shards)
+        )
+        return (up, down) if around == 2 or 2 * (up + down) < around else None
 
 
 @dataclass(frozen=True)
@@ -101,15 +112,18 @@ def forecast(job: Job, strategy: str) -> Forecast:
     copies = key_copies(job.heads, job.kv_heads, inner)
     generation = GENERATIONS[job.generation]
     per_second = generation.cores * generation.clock_ghz * 1e9 / (job.rows * job.heads / inner)
+    near = job.near(inner) if around > 1 else None
     kernel = exposed = 0.0
     for direction in ("forward", "backward"):
         cost = tiles.cycles(job.generation, direction, job.head_dim)
-        hops = job.load.folded(inner).hops(cost, both_ways=around > 1)
-        each = hops.reshape(around, -1, hops.shape[1]).sum(1).max(1) / per_second
+        hops = job.load.folded(inner).hops(cost, both_ways=around > 1, reach=near)
+        each = hops.reshape(len(hops) if near else around, -1, hops.shape[1]).sum(1).max(1)
+        each = each / per_second
         kernel += float(each.sum())
         exposed += exchanged(job, direction, inner, copies)
         exposed += gathered(job, direction, over["all_gather"])
-        exposed += sum(left_over(job, direction, each, inner, copies))
+        left = partial(left_over_near, near=near) if near else left_over
+        exposed += sum(left(job, direction, each, inner=inner, copies=copies))
     return Forecast(strategy, kernel, exposed)
 
 
@@ -120,12 +134,33 @@ def left_over(
 
     Half of K and V goes each way; in the backward dk and dv of the block before go beside them.
     """
-    kept = NARROW if direction == "forward" else NARROW + WIDE
-    tokens = job.rows * job.seq_len * inner // job.shards
-    sent = tokens * (job.kv_heads * copies // inner * job.head_dim * kept + TOKEN)
-    taken = links.hop_seconds(job.generation, sent, max(1, job.hop_links) * inner)
+    keys, sums = hop_seconds(job, inner, copies)
+    taken = keys if direction == "forward" else keys + sums
     hops = each[:-1] if direction == "forward" else each[: len(each) if len(each) > 1 else 0]
-    return (max(0.0, taken - float(kernel)) for kernel in hops)
+    return (max(0.0, taken / 2 - float(kernel)) for kernel in hops)
+
+
+def left_over_near(
+    job: Job, direction: str, each: np.ndarray, near: tuple[int, int], inner: int, copies: int
+) -> Iterator[float]:
+    """The same of a ring that goes `near` far: all of K and V up, then down, where the block at home covers
+    no hop. In the backward dk and dv go out beside them, once more to catch up, and home under nothing."""
+    keys, sums = hop_seconds(job, inner, copies)
+    up, down = near
+    for hops, kernels in ((up, [*each[: up + 1]]), (down, [0.0, *each[up + 1 :]])):
+        taken = keys if direction == "forward" else keys + sums
+        yield from (max(0.0, taken - float(kernel)) for kernel in kernels[:hops])
+        if direction == "backward" and hops:
+            yield max(0.0, sums - float(kernels[hops])) + hops * sums
+
+
+def hop_seconds(job: Job, inner: int, copies: int) -> tuple[float, float]:
+    """Of all of K, V and their tokens, and of all of dk and dv, of one block, sent one way."""
+    tokens = job.rows * job.seq_len * inner // job.shards
+    numbers = 2 * job.kv_heads * copies // inner * job.head_dim
+    over = max(1, job.hop_links) * inner
+    hop = partial(links.hop_seconds, job.generation, links=over)
+    return hop(tokens * (numbers * NARROW + 2 * TOKEN)), hop(tokens * numbers * WIDE)
 
 
 def exchanged(job: Job, direction: str, inner: int, copies: int) -> float:

@@ -39,16 +39,25 @@ class Load:
         whole = self.tiles.reshape(2, rows, inner, rows, inner).sum((2, 4))
         return Load(whole, self.executed, self.block)
 
-    def hops(self, cycles: tuple[float, float], *, both_ways: bool) -> np.ndarray:
+    def hops(
+        self,
+        cycles: tuple[float, float],
+        *,
+        both_ways: bool,
+        reach: tuple[int, int] | None = None,
+    ) -> np.ndarray:
         """Cycles of one head, [hops, shards]: of each device with the keys that are there at each hop.
 
-        both_ways: half of the keys comes up the ring and half comes down.
+        both_ways: half of the keys comes up the ring and half comes down.  reach: all come up, and then down,
+        only so far.
         """
         cost = np.tensordot(np.array(cycles), self.tiles, 1)
         shards = len(cost)
         rank = np.arange(shards)
         up = np.stack([cost[rank, (rank - hop) % shards] for hop in range(shards)])
         down = np.stack([cost[rank, (rank + hop) % shards] for hop in range(shards)])
+        if reach is not None:
+            return up[[0, *range(1, reach[0] + 1), *range(shards - reach[1], shards)]]
         return (up + down) / 2 if both_ways else up
 
 

@@ -102,11 +102,11 @@ def tiled(x, tiles):
 
 
 @LAWS
-@given(masks, any_tokens, any_tokens)
-def test_units_are_what_is_visible(mask, q_at, k_at):
+@given(masks, any_tokens, any_tokens, st.booleans())
+def test_units_are_what_is_visible(mask, q_at, k_at, apart):
     """The tests of a unit leave just the visible pairs of its tile; a tile left out has none."""
     spec = Spec(mask)
-    tests = made.Tests.of(spec)
+    tests = made.Tests.of(spec, apart=apart)
     kinds = np.asarray(made.tests_of_tiles(spec, tests, q_at, k_at, TILES_Q, TILES_K))
     assert kinds.shape == (B, TILES_Q, TILES_K)
     real = tiled(q_at.segment_ids_BT, TILES_Q) >= 0
@@ -154,14 +154,15 @@ def test_a_query_that_sees_nothing_has_no_interval_of_its_own(mask, q_at, k_at):
 )
 def test_no_body_that_a_mask_cannot_need(mask, choices):
     assert made.Tests.of(Spec(mask)).choices == choices
+    assert made.Tests.of(Spec(mask), apart=False).choices == (choices[0], choices[-1])
 
 
 @LAWS
-@given(masks, any_tokens, any_tokens)
-def test_tiles_take_no_more_tests_than_they_need(mask, q_at, k_at):
-    """None where every pair passes, one where only that fails some pair, else all."""
+@given(masks, any_tokens, any_tokens, st.booleans())
+def test_tiles_take_no_more_tests_than_they_need(mask, q_at, k_at, apart):
+    """None where every pair passes, one where only that fails some pair, else all; or none and all."""
     spec = Spec(mask)
-    tests = made.Tests.of(spec)
+    tests = made.Tests.of(spec, apart=apart)
     kinds = np.asarray(made.tests_of_tiles(spec, tests, q_at, k_at, TILES_Q, TILES_K))
     lo, hi, q_segment = (
         tiled(x, TILES_Q)[:, :, None, :, None] for x in made.query_rows(spec, q_at)
@@ -177,7 +178,8 @@ def test_tiles_take_no_more_tests_than_they_need(mask, q_at, k_at):
     for place in np.argwhere(kinds >= 0):
         needed = tuple(name for name in known if fails[name][tuple(place)].any())
         choice = tests.choices[kinds[tuple(place)]]
-        assert choice == (known if len(needed) > 1 else needed), f"tile {place}"
+        more = len(needed) > (1 if apart else 0)
+        assert choice == (known if more else needed), f"tile {place}"
 
 
 KINDS = 5

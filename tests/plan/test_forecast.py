@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_devices import fake_slice
 
-from ringflash.attention import Causal, Full
+from ringflash.attention import Causal, Full, Window
 from ringflash.attention.kernels.mosaic.tiles import cycles
 from ringflash.plan import links
 from ringflash.plan.auto import strategy_for
@@ -47,6 +47,22 @@ def test_of_a_ring_of_short_kernels_the_rest_is_exposed():
     slower = replace(job, hop_links=3)
     more = forecast(slower, "ring").exposed_seconds - found.exposed_seconds
     assert more == pytest.approx(2 * (7 * each[0] + 8 * each[1]))
+
+
+def test_a_window_takes_the_hops_that_it_needs():
+    """A window of 4,096 over shards of 16,384: one hop up, under the block at home. dk and dv go out under
+    that, once more under the block before, whose few pairs do not cover them, and home under nothing."""
+    mask = Causal() & Window(4096)
+    job = replace(JOB, shape=(8, 8), shards=64, mask=mask, seq_len=2**20)
+    assert job.near(1) == (1, 0)
+    found = forecast(job, "ring")
+    sums = 16384 * 8 * 128 * 2 * 4 / 100e9
+    assert sums < found.exposed_seconds < 2 * sums
+    tiles = 16 * 4.5 * 32 * TILES / 1.75e9  # of 1,024 x 1,024, in the mean: four and a half a row
+    assert tiles < found.kernel_seconds < 1.3 * tiles
+    assert choose(job)[0][0].strategy == "ring"
+    assert replace(job, mask=Causal() & Window(2**19)).near(1) is None
+    assert replace(job, mask=Window(4096, 4096)).near(4) == (1, 1)
 
 
 def test_ulysses_exchanges_what_it_holds():

@@ -52,23 +52,24 @@ class Tests:
     choices: tuple[tuple[str, ...], ...]
 
     @staticmethod
-    def of(spec: Spec) -> Tests:
-        """Each alone, and all together."""
+    def of(spec: Spec, *, apart: bool = True) -> Tests:
+        """Each alone, and all together; only all together unless `apart`."""
         lo, _ = spec.mask.bounds(Tokens(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)))
         single = [HI]
         single += [LO] if lo is not None else []
         single += [SEGMENT] if segmented(spec) else []
         together = [tuple(single)] if len(single) > 1 else []
-        return Tests(((), *((name,) for name in single), *together))
+        alone = [(name,) for name in single] if apart or not together else []
+        return Tests(((), *alone, *together))
 
     def index(self, needed: dict[str, Array]) -> Array:
         """The least combination that holds what is needed."""
-        index = jnp.zeros_like(needed[HI], jnp.int32)
-        for n, choice in enumerate(self.choices[1:], 1):
-            alone = len(choice) == 1
-            index = jnp.where(needed[choice[0]] & (index == 0), n, index) if alone else index
-        several = sum(needed[name].astype(jnp.int32) for name in needed) > 1
-        return jnp.where(several, len(self.choices) - 1, index)
+        count = sum(needed[name].astype(jnp.int32) for name in needed)
+        index = jnp.where(count > 0, len(self.choices) - 1, 0)
+        for n, choice in enumerate(self.choices):
+            if len(choice) == 1:
+                index = jnp.where(needed[choice[0]] & (count == 1), n, index)
+        return index
 
 
 def segmented(spec: Spec) -> bool:

@@ -22,7 +22,7 @@ from ringflash.attention.kernels.mosaic import forward_call as up
 from ringflash.attention.kernels.mosaic.agenda import Tests, agenda, tests_of_tiles
 from ringflash.attention.kernels.mosaic.backward import Form
 from ringflash.attention.kernels.mosaic.steps import Sizes, Steps, backward_steps, forward_steps
-from ringflash.attention.kernels.mosaic.tiles import Tiles, vmem_bytes
+from ringflash.attention.kernels.mosaic.tiles import Tiles, tests_cost, vmem_bytes
 from ringflash.attention.kernels.mosaic.tiling import (
     beside_queries,
     heads_first,
@@ -77,6 +77,7 @@ class Call:
     asked: Request
     device: Device
     steps: Steps
+    tests: Tests
     nq: int  # tiles of queries
     nk: int  # tiles of keys
 
@@ -90,7 +91,8 @@ class Call:
         steps = forward_steps(device.generation, sizes, wanted, carried=carried)
         bq, bk = steps.tiles.block_q, steps.tiles.block_k
         nq, nk = steps.held * -(-sizes.T // (bq * steps.held)), -(-sizes.S // bk)
-        return Call(asked, device, steps, nq, nk)
+        apart = tests_cost(device.generation, "forward", max(sizes.H, sizes.V))
+        return Call(asked, device, steps, Tests.of(spec, apart=apart), nq, nk)
 
     @staticmethod
     def down(
@@ -102,7 +104,8 @@ class Call:
         steps = backward_steps(device.generation, sizes, wanted, given=given)
         bq, bk = steps.tiles.block_q, steps.tiles.block_k
         nq, nk = -(-sizes.T // bq), steps.held * -(-sizes.S // (bk * steps.held))
-        return Call(asked, device, steps, nq, nk)
+        apart = tests_cost(device.generation, "backward", max(sizes.H, sizes.V))
+        return Call(asked, device, steps, Tests.of(spec, apart=apart), nq, nk)
 
     @property
     def spec(self) -> Spec:
@@ -139,7 +142,7 @@ class Call:
         """`Kernel.forward`."""
         steps, T, nk = self.steps, self.asked.T, self.nk
         bq, bk, sub = steps.tiles.block_q, steps.tiles.block_k, steps.held
-        k_at, tests = self.padded_keys(k_at), Tests.of(self.spec)
+        k_at, tests = self.padded_keys(k_at), self.tests
         kinds = tests_of_tiles(self.spec, tests, self.padded_queries(q_at), k_at, self.nq, nk)
         x = up.Inputs(
             ready.q,
@@ -174,7 +177,7 @@ class Call:
         tiles, held = self.steps.tiles, self.steps.held
         B, T, S, N, _, H, *_ = self.asked
         bq, bk, nk = tiles.block_q, tiles.block_k, self.nk
-        k_at, tests = self.padded_keys(k_at), Tests.of(self.spec)
+        k_at, tests = self.padded_keys(k_at), self.tests
         kinds = tests_of_tiles(self.spec, tests, self.padded_queries(q_at), k_at, self.nq, nk)
         assert ready.dout is not None
         x = down.Inputs(

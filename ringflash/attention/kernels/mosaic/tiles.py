@@ -85,6 +85,12 @@ def cycles(generation: str, direction: str, width: int) -> tuple[float, float]:
     return found["full"], found["partial"]
 
 
+def tests_cost(generation: str, direction: str, width: int) -> bool:
+    """Whether tests make a tile take longer. Elsewhere the matrix units bind, and all can be made at once."""
+    full, partial = cycles(generation, direction, width)
+    return partial > 1.05 * full
+
+
 def even(length: int, block: int) -> int:
     """The size of the fewest equal tiles of at most `block` that hold `length`: a multiple of LANES."""
     count = -(-length // block)

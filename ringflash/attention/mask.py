@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +87,19 @@ class Bounds(NamedTuple):
 
     lo: Array | None = None
     hi: Array | None = None
+
+
+def whole(x: Any, least: int) -> bool:
+    """Whether x is a whole number that positions can be compared with."""
+    number = isinstance(x, Integral) and not isinstance(x, bool)
+    return number and least <= x <= LAST_POSITION
+
+
+def moved(x: Array, by: int) -> Array:
+    """x + by, no further than positions go."""
+    if by < 0:
+        return jnp.where(x < -LAST_POSITION - by, -LAST_POSITION, x + by)
+    return jnp.where(x > LAST_POSITION - by, LAST_POSITION, x + by)
 
 
 def classify(empty: Array, full: Array) -> Array:
@@ -192,8 +206,10 @@ class Window(Mask):
     local = True
 
     def __post_init__(self) -> None:
-        if self.left < 1 or (self.right is not None and self.right < 0):
-            raise ValueError(f"Window needs left >= 1 and right >= 0, found {self}")
+        if not whole(self.left, 1) or not (self.right is None or whole(self.right, 0)):
+            raise ValueError(
+                f"Window needs whole numbers, left >= 1 and right >= 0, below 2**31, found {self}"
+            )
 
     def visible(self, q: Tokens, k: Tokens) -> Array:
         back = q.positions_BT - k.positions_BT
@@ -211,10 +227,8 @@ class Window(Mask):
 
     def bounds(self, q: Tokens) -> Bounds:
         position = q.positions_BT
-        lo = position - (self.left - 1)
-        if self.right is None:
-            return Bounds(lo)
-        return Bounds(lo, position + jnp.minimum(self.right, LAST_POSITION - position))
+        lo = moved(position, 1 - self.left)
+        return Bounds(lo) if self.right is None else Bounds(lo, moved(position, self.right))
 
 
 @dataclass(frozen=True)
@@ -225,8 +239,8 @@ class Chunked(Mask):
     local = True
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Chunked needs size >= 1, found {self.size}")
+        if not whole(self.size, 1):
+            raise ValueError(f"Chunked needs a whole number 1 <= size < 2**31, found {self.size!r}")
 
     def visible(self, q: Tokens, k: Tokens) -> Array:
         return q.positions_BT // self.size == k.positions_BT // self.size
@@ -239,7 +253,7 @@ class Chunked(Mask):
 
     def bounds(self, q: Tokens) -> Bounds:
         first = q.positions_BT // self.size * self.size
-        return Bounds(first, first + jnp.minimum(self.size - 1, LAST_POSITION - first))
+        return Bounds(first, moved(first, self.size - 1))
 
 
 @dataclass(frozen=True)
@@ -247,6 +261,10 @@ class Prefix(Mask):
     """Prefix-LM: the first `length` positions are seen by all, the others causally."""
 
     length: int
+
+    def __post_init__(self) -> None:
+        if not whole(self.length, -LAST_POSITION):
+            raise ValueError(f"Prefix needs a whole number below 2**31, found {self.length!r}")
 
     def visible(self, q: Tokens, k: Tokens) -> Array:
         return (k.positions_BT < self.length) | (q.positions_BT >= k.positions_BT)

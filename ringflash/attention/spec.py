@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,8 +36,10 @@ class Spec:
     def __post_init__(self) -> None:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), found {self.dropout}")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap must be above 0, found {self.softcap}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be above 0 and finite, found {self.softcap}")
+        if isinstance(self.scale, int | float) and not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite, found {self.scale}")
 
     def scale_for(self, head_dim: int) -> float:
         """The scale in use for this head width."""

@@ -65,8 +65,12 @@ def in_base_2(raw: Array, softcap: float | None) -> Array:
 
 def query_factor(spec: Spec, head_dim: int) -> float:
     """What q is multiplied by before the product: scale, and log2(e) or 1 / softcap."""
-    scale = spec.scale_for(head_dim)
-    return scale * LOG2E if spec.softcap is None else scale / spec.softcap
+    return spec.scale_for(head_dim) * beside_scale(spec)
+
+
+def beside_scale(spec: Spec) -> float:
+    """What q is multiplied by beside the scale."""
+    return LOG2E if spec.softcap is None else 1 / spec.softcap
 
 
 def hidden(score: Array, visible: Array | None) -> Array:

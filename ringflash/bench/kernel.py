@@ -36,7 +36,7 @@ HEADER = [
 ]
 HELP = (
     "cycles of a 1024 x 1024 tile; busy: the bound unit's share of a FULL one; "
-    "whole: kilocycles of the kernel for one query head, of which `beside` are not in the bodies; "
+    "whole: kilocycles of the kernel for one query head; beside: what is not in the bodies, over what is; "
     "x whole: over that of ours"
 )
 

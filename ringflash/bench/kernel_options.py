@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ringflash.attention.kernels.tpu import WIDEST
 from ringflash.bench import flags
 from ringflash.bench.candidates import Shape
 from ringflash.exits import ConfigFault
@@ -25,7 +26,7 @@ Compiles attention kernels for a TPU that need not be there, and reads cycles fr
 --topology names generations (v4, v5e, v5p, v6e, 7x) or slices of them; without it, all.
 --compare names what must be there: splash, splash_unfused (JAX's), tokamax, tokamax_lp (with the
 compiler's other scheduler); without it, what is installed. `pip install 'ringflash[plan]'` installs
-the compiler.
+the compiler. A table takes a minute or two. Where 8 does not divide --heads, --kv_heads is as many.
 --tune tries tile sizes of our kernel and writes the best into its table, about two minutes for each
 generation, pass and width; --check compiles the table's rows again, and ends with 1 where cycles are not
 what they were. Both take --head_dim=64,128,256 unless it is given.
@@ -107,6 +108,10 @@ def together(options: KernelOptions) -> list[str]:
         faults.append(f"--heads={shape.heads} must be a multiple of --kv_heads={shape.kv_heads}")
     if shape.seq_len % LENGTH_UNIT:
         faults.append(f"--seq_len={shape.seq_len} must be a multiple of {LENGTH_UNIT}")
+    if max(options.widths) > WIDEST:
+        faults.append(
+            f"--head_dim={max(options.widths)}: the kernel has head widths up to {WIDEST}"
+        )
     alone = [name for name in ("tune", "check", "compare") if getattr(options, name)]
     if len(alone) > 1:
         faults.append(f"wanted one of {', '.join(f'--{name}' for name in alone)}")

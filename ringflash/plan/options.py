@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringflash.attention import LAYOUTS
-from ringflash.attention.dispatch import check_strategy
+from ringflash.attention.dispatch import check_strategy, sizes
 from ringflash.attention.dispatch import parse as spelled
+from ringflash.attention.kernels.tpu import WIDEST
+from ringflash.attention.strategies.ulysses import key_copies
+from ringflash.attention.validate import LARGEST
 from ringflash.bench import flags
 from ringflash.bench.kernel_options import topologies
 from ringflash.exits import ConfigFault
@@ -33,6 +36,7 @@ Compiles attention, forward and backward, for slices that need not be there, and
 hops and their bytes, what of them stands under a kernel, how evenly the work lies, memory, code; and an
 estimate of the time. `pip install 'ringflash[plan]'` installs the compiler.
 --strategy=all compiles every strategy, auto too, but prints only the best of them.
+--seq_len is a multiple of twice the devices.
 --layout is zigzag, or contiguous for full and window masks. --mask=packed is causal within documents: the
 work told is that of one. The sequence lies over one slice; with --slices, each has one of its own.
 --compare=tokamax compiles tokamax's ring on the same arrays; all_gather, ours with that strategy.
@@ -143,6 +147,10 @@ def together(options: PlanOptions) -> list[str]:
         )
     if "tokamax" in options.compare and options.mask not in ("causal", "full"):
         faults.append(f"--mask={options.mask}: tokamax's ring takes causal or full")
+    if options.head_dim > WIDEST:
+        faults.append(f"--head_dim={options.head_dim}: the kernel has head widths up to {WIDEST}")
+    if options.seq_len > LARGEST:
+        faults.append(f"--seq_len={options.seq_len}: positions go up to {LARGEST}")
     for where in options.topology:
         shards = devices(where)
         if options.seq_len % (2 * shards):
@@ -153,6 +161,9 @@ def together(options: PlanOptions) -> list[str]:
         if options.strategy not in EVERY:
             try:
                 check_strategy(options.strategy, shards)
+                if not options.heads % options.kv_heads:
+                    over = sizes(options.strategy, shards)["ulysses"]
+                    key_copies(options.heads, options.kv_heads, over)
             except ValueError as fault:
                 faults.append(f"--strategy on {where.name}: {fault}")
     return faults

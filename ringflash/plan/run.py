@@ -12,6 +12,7 @@ from ringflash.bench.report import Table, tell
 from ringflash.plan import load, rivals
 from ringflash.plan.attention import compiled
 from ringflash.plan.case import OURS, Case, Facts
+from ringflash.plan.compiler import CompilerFailed
 from ringflash.plan.estimate import PASSES, Estimate, estimate
 from ringflash.plan.forecast import choose, in_words
 from ringflash.plan.generations import Topology
@@ -37,8 +38,12 @@ def prepare(options: PlanOptions) -> None:
 
 
 def planned(options: PlanOptions) -> Iterator[Table]:
-    """What the columns mean, then a table for each topology and its best strategy."""
+    """What the columns mean, then a table for each topology and its best strategy.
+
+    Raises CompilerFailed, after all tables, where a topology has none.
+    """
     yield Table(HELP)
+    missing: list[str] = []
     for where in options.topology:
         yield forecasts(options, where)
         cases = options.cases(where)
@@ -51,6 +56,9 @@ def planned(options: PlanOptions) -> Iterator[Table]:
             title(options, where), HEADER, [row for one in shown for row in rows(one)], told
         )
         yield Table(verdict(told, best), records=[{"best": best and best["name"]}])
+        missing += [where.name] if best is None else []
+    if missing:
+        raise CompilerFailed(f"no strategy could be compiled for {', '.join(missing)}")
 
 
 def forecasts(options: PlanOptions, where: Topology) -> Table:

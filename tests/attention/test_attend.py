@@ -291,8 +291,12 @@ def test_a_composition_must_make_up_the_devices():
 def test_options_out_of_range():
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), found 1.0"):
         attend(GOOD, GOOD, GOOD, dropout=1.0, dropout_key=jax.random.key(0))
-    with pytest.raises(ValueError, match="softcap must be above 0, found 0"):
+    with pytest.raises(ValueError, match="softcap must be above 0 and finite, found 0"):
         attend(GOOD, GOOD, GOOD, softcap=0.0)
+    with pytest.raises(ValueError, match="softcap must be above 0 and finite, found inf"):
+        attend(GOOD, GOOD, GOOD, softcap=float("inf"))
+    with pytest.raises(ValueError, match="scale must be finite, found nan"):
+        attend(GOOD, GOOD, GOOD, scale=float("nan"))
 
 
 # ---- names ----

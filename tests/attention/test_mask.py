@@ -206,9 +206,14 @@ def test_the_other_conventions():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Window(0), r"Window needs left >= 1 and right >= 0, found Window\(left=0"),
+        (lambda: Window(0), r"left >= 1 and right >= 0, below 2\*\*31, found Window\(left=0"),
         (lambda: Window(2, -1), "found .*right=-1"),
-        (lambda: Chunked(0), "Chunked needs size >= 1, found 0"),
+        (lambda: Window(2**40), "below .*left=1099511627776"),
+        (lambda: Window("3"), "found .*left='3'"),
+        (lambda: Window(True), "whole numbers.*left=True"),
+        (lambda: Chunked(0), r"Chunked needs a whole number 1 <= size < 2\*\*31, found 0"),
+        (lambda: Chunked(2.5), "found 2.5"),
+        (lambda: Prefix(2**31), "Prefix needs a whole number below .*, found 2147483648"),
     ],
 )
 def test_sizes_out_of_range(make, said):
@@ -257,6 +262,25 @@ def test_bounds_at_the_last_positions(mask):
     facing = Tokens(*(x[:, :, None] for x in q[:2])), Tokens(*(x[:, None] for x in k[:2]))
     seen = np.asarray(mask.visible(*facing)) & np.ones((1, Q, K), bool)
     np.testing.assert_array_equal(within(mask.bounds(q), k), seen)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [*EVERY, Window(2**31 - 1), Window(2**31 - 1, 2**31 - 1), Chunked(2**31 - 1), Chunked(7)],
+    ids=str,
+)
+def test_bounds_of_negative_positions(mask):
+    """Nothing wraps there either."""
+    for first in (-20, -(2**30)):
+        q = Tokens(first + np.arange(40, dtype=np.int32)[None], np.zeros((1, 40), np.int32))
+        facing = Tokens(*(x[:, :, None] for x in q[:2])), Tokens(*(x[:, None] for x in q[:2]))
+        seen = np.asarray(mask.visible(*facing)) & np.ones((1, 40, 40), bool)
+        lo, hi = mask.bounds(q)
+        at = q.positions_BT[:, None]
+        found = np.ones((1, 40, 40), bool)
+        found &= True if lo is None else at >= np.asarray(lo)[..., None]
+        found &= True if hi is None else at <= np.asarray(hi)[..., None]
+        np.testing.assert_array_equal(found, seen)
 
 
 @LAWS

@@ -28,6 +28,7 @@ from ringflash.plan.schedule import UNITS, Block, Schedule
         ("--compare=torch", "'torch' is unknown; known: splash, splash_unfused, tokamax"),
         ("--dtype=float64", "'float64' is unknown; known: bfloat16, float32"),
         ("--head_dim=0", "--head_dim=0: wanted whole numbers above 0, found '0'"),
+        ("--head_dim=64,520", "--head_dim=520: the kernel has head widths up to 512"),
         ("--kv_heads=5", "--heads=32 must be a multiple of --kv_heads=5"),
         ("--seq_len=1000", "--seq_len=1000 must be a multiple of 1024"),
         ("--json=1", "--json takes no value"),

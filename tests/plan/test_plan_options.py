@@ -27,6 +27,12 @@ ASKED = ["--attention", "--topology=v6e:2x4"]
         ),
         ("--strategy=rings", "strategy 'rings' is unknown; known: ring, all_gather, ulysses"),
         ("--strategy=ulysses:2*ring:2", "is over 2 * 2 devices, found 8"),
+        (
+            "--strategy=ulysses --heads=4 --kv_heads=1",
+            "--strategy on v6e:2x4: ulysses over 8 devices needs query heads in a multiple of 8",
+        ),
+        ("--head_dim=1024", "--head_dim=1024: the kernel has head widths up to 512"),
+        ("--seq_len=1000000000000", "--seq_len=1000000000000: positions go up to 1073741824"),
         ("--layout=zig", "'zig' is unknown; known: contiguous, zigzag, striped"),
         ("--compare=splash", "'splash' is unknown; known: tokamax, all_gather"),
         ("--kv_heads=5", "--heads=32 must be a multiple of --kv_heads=5"),
@@ -40,7 +46,7 @@ ASKED = ["--attention", "--topology=v6e:2x4"]
     ],
 )
 def test_wrong_arguments(capsys, argument, line):
-    assert cli.main(["plan", *ASKED, argument]) == 3
+    assert cli.main(["plan", *ASKED, *argument.split()]) == 3
     said = capsys.readouterr().err
     assert line in said
     assert len(said.splitlines()) == 1
@@ -130,6 +136,15 @@ def test_a_table_for_each_topology(compiled, capsys):
     assert "v6e:2x4, forecast without the compiler, as auto does: ring 30.6 ms; all_gather" in said
     assert "best by this estimate: ring" in said
     assert "ulysses ValueError: no" in said
+
+
+def test_a_slice_that_nothing_serves_ends_with_1(compiled, capsys):
+    """After the tables of the others."""
+    asked = ["plan", *ASKED, "--topology=v6e:2x4,v5e:2x4", "--strategy=all_gather"]
+    assert cli.main(asked) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("no strategy could be compiled: all_gather ValueError: no") == 2
+    assert "no strategy could be compiled for v6e:2x4, v5e:2x4" in shown.err
 
 
 def test_auto_shows_the_best_alone(compiled, capsys):

@@ -33,7 +33,8 @@ def tpu(
     """The kernel. tiles: forward's and backward's; None takes the table's.
 
     device_kind: as `jax.Device.device_kind`; None is that of the mesh it is traced under, or of the default
-    device.  interpret: True, or `pltpu.InterpretParams()`: in an interpreter, slowly, on any platform.
+    device.  interpret: True, or `pltpu.InterpretParams()`: in an interpreter, slowly, on any platform. With
+    the latter devices of a mesh wait for each other: see `test_in_a_ring`.
     """
 
     def device() -> Device:

@@ -35,7 +35,7 @@ from ringflash.attention.kernels.mosaic.tiling import (
 )
 from ringflash.attention.mask import Tokens
 from ringflash.attention.spec import Request, Spec
-from ringflash.attention.tile import query_factor
+from ringflash.attention.tile import beside_scale
 
 Array = jax.Array
 COMPUTED = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float32}
@@ -208,7 +208,7 @@ class Call:
                 turned=tiles.turned,
                 chunk=tiles.chunk,
                 scale=scale,
-                unscale=scale / query_factor(self.spec, H),
+                unscale=1 / beside_scale(self.spec),
                 softcap=self.spec.softcap,
             ),
             held=held,

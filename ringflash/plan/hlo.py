@@ -15,6 +15,7 @@ LINE = re.compile(r"^\s+(ROOT )?%([\w.\-<>]+) = (.*)$")
 OPCODE = re.compile(r"\s*([\w-]+)\(")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 NAME = re.compile(r"%([\w.\-<>]+)")
+OPERAND = re.compile(r"%([\w.\-<>]+)(?:#(\d+))?")
 SCOPE = re.compile(r'op_name="([^"]*)"')
 ONE = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-<>]+)"
@@ -25,19 +26,29 @@ BYTES = {"pred": 1, "bf16": 2, "token": 0}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. results: the bytes of each array of its result.  hbm: of those that lie in HBM, together.
+    """One line. results: the bytes of each array of its result.  in_hbm: likewise, 0 for one elsewhere.
 
+    taken: operands, and of each which element of its tuple (`%x#1`), None for all of it.
     inside: what stands between the parentheses: operands, a constant's value.  rest: what follows.
     """
 
     name: str
     opcode: str
     results: tuple[int, ...]
-    hbm: int
-    operands: tuple[str, ...]
+    in_hbm: tuple[int, ...]
+    taken: tuple[tuple[str, int | None], ...]
     inside: str
     rest: str
     root: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names alone."""
+        return tuple(name for name, _ in self.taken)
+
+    def hbm(self, element: int | None = None) -> int:
+        """Bytes of its result that lie in HBM, or of one element of it."""
+        return sum(self.in_hbm) if element is None else self.in_hbm[element]
 
     @property
     def scope(self) -> str:
@@ -123,8 +134,8 @@ def instruction(line: str) -> Instruction | None:
         name=found[2],
         opcode=opcode[1],
         results=tuple(map(size, arrays)),
-        hbm=sum(size(x) for x in arrays if "S(" not in (x[3] or "")),
-        operands=tuple(NAME.findall(inside)),
+        in_hbm=tuple(0 if "S(" in (x[3] or "") else size(x) for x in arrays),
+        taken=tuple((x[1], int(x[2]) if x[2] else None) for x in OPERAND.finditer(inside)),
         inside=inside,
         rest=text[end:],
         root=bool(found[1]),

@@ -53,9 +53,10 @@ def is_move(codes: set[str]) -> bool:
 
 def traffic(computation: Computation, one: Instruction, codes: set[str]) -> int:
     """Bytes between HBM and the core, at most: each operand read and each result written once."""
-    read = [computation.by_name[name].hbm for name in one.operands if name in computation.by_name]
+    known = computation.by_name
+    read = [known[name].hbm(element) for name, element in one.taken if name in known]
     if "dynamic-update-slice" in codes and read:  # in place: as much is written as is put in
         return 2 * (sum(read) - max(read))
     if codes & PARTS:
         read = [min(n, sum(one.results)) for n in read]
-    return sum(read) + one.hbm
+    return sum(read) + one.hbm()

@@ -24,30 +24,37 @@ def trips_of(module: Module, computation: Computation, loop: Instruction) -> int
     test = condition.root
     if test.opcode != "compare" or "direction=LT" not in test.rest:
         return None
-    start, limit = (value(computation, loop, condition, operand) for operand in test.operands)
+    start, limit = (value(computation, loop, condition, *operand) for operand in test.taken)
     return None if start is None or limit is None else max(0, limit - start)
 
 
 def value(
-    computation: Computation, loop: Instruction, condition: Computation, name: str
+    computation: Computation,
+    loop: Instruction,
+    condition: Computation,
+    name: str,
+    element: int | None,
 ) -> int | None:
-    """What a name in the condition is before the first turn."""
+    """What a name in the condition, or an element of its tuple, is before the first turn."""
     one = condition.by_name.get(name)
     if one is not None and one.opcode == "get-tuple-element":
-        index = re.search(r"index=(\d+)", one.rest)
-        start = computation.by_name.get(loop.operands[0])
-        assert index is not None, one
-        if start is None or start.opcode != "tuple":
-            return None
-        return constant(computation, start.operands[int(index[1])])
-    return constant(condition, name)
+        found = re.search(r"index=(\d+)", one.rest)
+        assert found is not None, one
+        element = int(found[1])
+    if element is None:
+        return constant(condition, name)
+    start = computation.by_name.get(loop.operands[0])
+    if start is None or start.opcode != "tuple":
+        return None
+    return constant(computation, *start.taken[element])
 
 
-def constant(computation: Computation, name: str) -> int | None:
-    """The whole number that a name stands for, or None."""
+def constant(computation: Computation, name: str, element: int | None = None) -> int | None:
+    """The whole number that a name stands for, or None; an element of a tuple is computed."""
     one = computation.by_name.get(name)
-    while one is not None and one.opcode in PASSED_ON:
-        one = computation.by_name.get(one.operands[0])
+    while one is not None and element is None and one.opcode in PASSED_ON:
+        name, element = one.taken[0]
+        one = computation.by_name.get(name)
     if one is None or one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.inside):
         return None
     return int(one.inside)

@@ -25,6 +25,7 @@ def few(names):
     return lambda *a: (way for way in every(*a) if way.name in names)
 
 
+@pytest.mark.slow
 def test_ways_agree_and_nothing_leaks(config, monkeypatch, capsys):
     names = ["strategy all_gather", "layout balanced", "one row at a time", "one document a row"]
     monkeypatch.setattr(check, "ways", few(names))

@@ -49,6 +49,7 @@ def test_fp32(name, case):
     assert all(array.dtype == np.float32 for array in found.values() if array is not None)
 
 
+@pytest.mark.slow
 @every_kernel
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bf16_is_at_most_twice_as_far_off_as_plain_bf16(name, case):

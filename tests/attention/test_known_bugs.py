@@ -38,6 +38,8 @@ from ringflash.attention import (
 from ringflash.attention.cases import Case, inputs, tokens
 from ringflash.attention.mask import spans
 
+pytestmark = pytest.mark.slow
+
 # ---- wrong numbers in the ring itself ----
 
 

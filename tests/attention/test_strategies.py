@@ -127,11 +127,13 @@ def agree(spelling, devices, kernel, spec):
             check(found, wanted, about=f"packing {n}, {layout}:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spelling", "devices", "spec"), PROGRAMS)
 def test_with_the_reference(spelling, devices, spec):
     agree(spelling, devices, KERNELS["reference"](SPECS[spec].spec), spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spelling", "devices", "spec"), TILED)
 def test_with_tiles(spelling, devices, spec):
     agree(spelling, devices, KERNELS["chunked"](SPECS[spec].spec, block_q=4, block_k=5), spec)

@@ -118,11 +118,13 @@ def test_over_devices():
     assert ring["x_wall"] == pytest.approx(ring["wall_seconds"] / one["wall_seconds"])
 
 
+@pytest.mark.slow
 def test_ulysses_only_where_the_heads_allow():
     table = attention.over_devices(replace(TINY, heads=3, kv_heads=3))
     assert not [r for r in table.records if r["who"].startswith("ulysses")]
 
 
+@pytest.mark.slow
 def test_errors_do_not_grow_with_the_ring():
     """The promise: at most 1.2 times that of one device, and at most twice that of jax.nn in bf16."""
     table = attention.error_by_ring(replace(TINY, seq_len=256, devices=8))

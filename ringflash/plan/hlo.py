@@ -15,6 +15,7 @@ LINE = re.compile(r"^\s+(ROOT )?%([\w.\-<>]+) = (.*)$")
 OPCODE = re.compile(r"\s*([\w-]+)\(")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 NAME = re.compile(r"%([\w.\-<>]+)")
+INDEX = re.compile(r"\bindex=(\d+)")
 OPERAND = re.compile(r"%([\w.\-<>]+)(?:#(\d+))?")
 SCOPE = re.compile(r'op_name="([^"]*)"')
 ONE = re.compile(
@@ -28,7 +29,7 @@ BYTES = {"pred": 1, "bf16": 2, "token": 0}
 class Instruction:
     """One line. results: the bytes of each array of its result.  in_hbm: likewise, 0 for one elsewhere.
 
-    taken: operands, and of each which element of its tuple (`%x#1`), None for all of it.
+    taken: operands, and of each which element of its tuple, None for all of it.
     inside: what stands between the parentheses: operands, a constant's value.  rest: what follows.
     """
 
@@ -135,11 +136,20 @@ def instruction(line: str) -> Instruction | None:
         opcode=opcode[1],
         results=tuple(map(size, arrays)),
         in_hbm=tuple(0 if "S(" in (x[3] or "") else size(x) for x in arrays),
-        taken=tuple((x[1], int(x[2]) if x[2] else None) for x in OPERAND.finditer(inside)),
+        taken=taken_by(opcode[1], inside, text[end:]),
         inside=inside,
         rest=text[end:],
         root=bool(found[1]),
     )
+
+
+def taken_by(opcode: str, inside: str, rest: str) -> tuple[tuple[str, int | None], ...]:
+    """Operands and their elements: a newer compiler writes `%x#1` where an older has an instruction."""
+    if opcode == "get-tuple-element":
+        (name,), index = NAME.findall(inside), INDEX.search(rest)
+        assert index is not None, rest
+        return ((name, int(index[1])),)
+    return tuple((x[1], int(x[2]) if x[2] else None) for x in OPERAND.finditer(inside))
 
 
 def balanced(text: str, at: int) -> int:

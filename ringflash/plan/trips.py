@@ -38,9 +38,7 @@ def value(
     """What a name in the condition, or an element of its tuple, is before the first turn."""
     one = condition.by_name.get(name)
     if one is not None and one.opcode == "get-tuple-element":
-        found = re.search(r"index=(\d+)", one.rest)
-        assert found is not None, one
-        element = int(found[1])
+        _, element = one.taken[0]
     if element is None:
         return constant(condition, name)
     start = computation.by_name.get(loop.operands[0])

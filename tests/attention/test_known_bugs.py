@@ -38,7 +38,7 @@ from ringflash.attention import (
 from ringflash.attention.cases import Case, inputs, tokens
 from ringflash.attention.mask import spans
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # faults of rings, not of JAX: with the oldest JAX only, in `.ci/run`
 
 # ---- wrong numbers in the ring itself ----
 

@@ -359,7 +359,7 @@ def test_in_an_interpreter_it_serves_on_any_platform():
 
 RING = {
     "causal": Case("", B=1, T=960, N=2, K=1),
-    "packed": Case("", B=1, T=240, N=2, K=1, documents=(90, 7, 120)),
+    "packed": Case("", B=2, T=480, N=2, K=1, documents=(190, 7, 250)),
     "window": Case("", B=1, T=320, N=1, K=1, mask=Causal() & Window(100), sinks=True),
 }
 

@@ -11,7 +11,7 @@ function with a gradient. The mathematics is FlashAttention-2 (arXiv:2307.08691,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -96,21 +96,28 @@ class Backward(Protocol):
     ) -> Grads: ...
 
 
-ForwardOf = Callable[[Array, Array, Tokens, Partial], Partial]  # k, v, k_at, carry
-BackwardOf = Callable[[Array, Array, Tokens, Array], Grads]  # k, v, k_at, the dq to add to
+# K and V come as arrays of some rows of the batch each: what arrives apart is read where it lies.
+ForwardOf = Callable[
+    [Sequence[Array], Sequence[Array], Tokens, Partial], Partial
+]  # ks, vs, k_at, carry
+BackwardOf = Callable[
+    [Sequence[Array], Sequence[Array], Tokens, Array], Grads
+]  # ..., the dq to add to
 
 
 class Prepared(NamedTuple):
     """The pair once more, for queries that meet one block of keys after another, as in a ring.
 
     forward(q, q_at, (k, v)) and backward(q, q_at, (dout, lse, delta), (k, v)) make ready what depends on the
-    queries alone, and give the function of the keys; k and v are like those that will come.
+    queries alone, and give the function of the keys; k and v are like each of those that will come.
     orders(width of K, of V): in which the keys best arrive.
+    put(fresh, old, behind): `fresh`, in the memory of `old`, when `behind` is there: for loops on a TPU.
     """
 
     forward: Callable[[Array, Tokens, tuple[Array, Array]], ForwardOf]
     backward: Callable[[Array, Tokens, tuple[Array, ...], tuple[Array, Array]], BackwardOf]
     orders: Callable[[int, int], Orders]
+    put: Callable[[Sequence[Array], Sequence[Array], Array], Sequence[Array]]
 
 
 def serves(request: Request) -> str | None:

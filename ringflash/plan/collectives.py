@@ -17,6 +17,7 @@ COLLECTIVES = (
     "collective-broadcast",
     "send",
 )
+PUT = "ringflash_put"  # attention.kernels.mosaic.put
 KERNEL = 'custom_call_target="tpu_custom_call"'
 PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
@@ -77,8 +78,13 @@ def group_of(one: Instruction, devices: int) -> int:
 
 
 def is_kernel(one: Instruction) -> bool:
-    """Whether it is a call of a Pallas kernel."""
-    return one.opcode == "custom-call" and KERNEL in one.rest
+    """Whether it is a call of a Pallas kernel that computes something."""
+    return one.opcode == "custom-call" and KERNEL in one.rest and not is_put(one)
+
+
+def is_put(one: Instruction) -> bool:
+    """Whether it is the Pallas kernel that only puts arrays elsewhere."""
+    return one.opcode == "custom-call" and plain(one.name) == PUT
 
 
 def kernels_in(module: Module, one: Instruction) -> Iterator[str]:

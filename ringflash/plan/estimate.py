@@ -69,8 +69,8 @@ def estimate(reading: Reading, name: str) -> Estimate:
     kernels = kernel_seconds(reading, name, each, found)
     moments = moments_of(reading, found)
     hidden = sum(reading.runs(x.place) for x in found if x.overlapped)
-    hops = hops_of(reading, name, found)
-    calls = max(1.0, calls_of(reading, name) / len(kernels))
+    hops = hops_of(reading, found)
+    calls = max(1, calls_of(reading, name) // len(kernels))  # the block at home may have one more
     taken = sum(m.runs * m.seconds for m in moments)
     return Estimate(
         name=name,
@@ -87,15 +87,13 @@ def estimate(reading: Reading, name: str) -> Estimate:
     )
 
 
-def hops_of(reading: Reading, name: str, found: list[Transfer]) -> int:
+def hops_of(reading: Reading, found: list[Transfer]) -> int:
     """See `Estimate`."""
     if not any(x.pairs for x in found):
         return sum(reading.runs(x.place) for x in found)
     if any(x.place.trips is None for x in found):
         return sum(reading.reach)
-    calls = calls_of(reading, name)
-    around = sizes(reading.case.strategy, reading.shards)["ring"]
-    return (calls if calls % around else around) - 1  # a hop may take several calls
+    return sizes(reading.case.strategy, reading.shards)["ring"] - 1
 
 
 def calls_of(reading: Reading, name: str) -> int:
@@ -131,7 +129,7 @@ def moments_of(reading: Reading, found: list[Transfer]) -> list[Moment]:
     return told
 
 
-def exposed(moment: Moment, kernels: np.ndarray, calls: float) -> float:
+def exposed(moment: Moment, kernels: np.ndarray, calls: int) -> float:
     """What of a moment's transfers, over all its runs, is not under a kernel, by time as well as by place.
 
     calls: of kernels at a hop, of whose time each has its share.

@@ -132,26 +132,34 @@ def left_over(
 ) -> Iterator[float]:
     """Of each hop of a ring over every `inner`-th device, the seconds that its kernel does not cover.
 
-    Half of K and V goes each way; in the backward dk and dv of the block before go beside them.
+    Half of K and V goes each way. In the backward dk and dv follow a hop behind, and the block at home covers
+    with one half the first hop of K and V, with the other the last of dk and dv.
     """
-    keys, sums = hop_seconds(job, inner, copies)
-    taken = keys if direction == "forward" else keys + sums
-    hops = each[:-1] if direction == "forward" else each[: len(each) if len(each) > 1 else 0]
-    return (max(0.0, taken / 2 - float(kernel)) for kernel in hops)
+    keys, sums = (seconds / 2 for seconds in hop_seconds(job, inner, copies))
+    if direction == "forward" or len(each) == 1:
+        pairs = [(keys, kernel) for kernel in each[:-1]]
+    else:
+        both = [(keys + sums, kernel) for kernel in each[1:-1]]
+        pairs = [(keys, each[0] / 2), *both, (sums, each[-1]), (sums, each[0] / 2)]
+    return (max(0.0, taken - float(kernel)) for taken, kernel in pairs)
 
 
 def left_over_near(
     job: Job, direction: str, each: np.ndarray, near: tuple[int, int], inner: int, copies: int
 ) -> Iterator[float]:
     """The same of a ring that goes `near` far: all of K and V up, then down, where the block at home covers
-    no hop. In the backward dk and dv go out beside them, once more to catch up, and home under nothing."""
+    no hop. In the backward dk and dv go out beside them, once more to catch up, and home, where half of the
+    block at home covers the last hop up."""
     keys, sums = hop_seconds(job, inner, copies)
     up, down = near
     for hops, kernels in ((up, [*each[: up + 1]]), (down, [0.0, *each[up + 1 :]])):
-        taken = keys if direction == "forward" else keys + sums
-        yield from (max(0.0, taken - float(kernel)) for kernel in kernels[:hops])
-        if direction == "backward" and hops:
-            yield max(0.0, sums - float(kernels[hops])) + hops * sums
+        if direction == "forward":
+            yield from (max(0.0, keys - float(kernel)) for kernel in kernels[:hops])
+        elif hops:
+            half, *others = kernels[0] / 2, *kernels[1:hops]
+            yield from (max(0.0, keys + sums - float(kernel)) for kernel in (half, *others))
+            yield from (max(0.0, sums - float(kernel)) for kernel in (kernels[hops], half))
+            yield (hops - 1) * sums
 
 
 def hop_seconds(job: Job, inner: int, copies: int) -> tuple[float, float]:

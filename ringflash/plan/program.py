@@ -18,6 +18,7 @@ from ringflash.plan.collectives import (
     group_of,
     held,
     is_kernel,
+    is_put,
     kernels_in,
     pairs_of,
     plain,
@@ -121,6 +122,9 @@ def note(program: Program, module: Module, computation: Computation, at: int, pl
         )
     elif is_kernel(one):
         program.kernels.append(Call(plain(one.name), place, sum(one.results)))
+    elif is_put(one):
+        size = sum(one.results)
+        program.others.append(Call(one.name, place, size, 2 * size, moves=True))
     elif one.opcode not in FREE and not one.opcode.endswith(("-start", "-done", "-update")):
         codes = codes_of(module, one)
         moved = traffic(computation, one, codes)

@@ -37,34 +37,49 @@ class Reading:
         return 2 * sum(self.reach) < self.shards
 
     @cached_property
-    def taken(self) -> dict[str, int]:
-        """Of each conditional that holds transfers, the branch that is taken.
+    def ways(self) -> dict[str, int]:
+        """Of each loop with transfers whose turns the program leaves open: 0 for up the ring, 1 for down.
 
-        A loop whose turns are not known before it runs belongs to the way that goes only as far as needed.
+        It is that of the trip: a loop that only brings dk and dv home, and no tokens, goes the other way.
         """
-        found: dict[str, dict[int, bool]] = {}
+        tokens = min((x.bytes for x in self.facts.program.transfers if x.pairs), default=0)
+        up: dict[str, bool] = {}
+        outward: set[str] = set()
+        for one in self.facts.program.transfers:
+            if one.place.trips is None and one.pairs:
+                loop = one.place.loops[-1]
+                up[loop] = goes_up(one.pairs, self.shards)
+                outward |= {loop} if one.bytes == tokens else set()
+        return {loop: int((loop in outward) != up[loop]) for loop in up}
+
+    @cached_property
+    def taken(self) -> dict[str, int]:
+        """Of each conditional that holds transfers, the branch that is taken; -1 for one without any.
+
+        Of two branches, loops whose turns are not known before they run belong to the way that goes only as
+        far as needed. A single one is a way that is gone if any query needs it.
+        """
+        inside: dict[str, dict[int, set[str]]] = {}
         for one in self.facts.program.transfers:
             for name, branch in one.place.branches:
-                open_ended = found.setdefault(name, {})
-                open_ended[branch] = open_ended.get(branch, False) or one.place.trips is None
-        choices = {name: {x for x in each if each[x] == self.near} for name, each in found.items()}
-        return {
-            name: min(choices[name] if len(each) > 1 and choices[name] else each)
-            for name, each in found.items()
-        }
+                loops = inside.setdefault(name, {}).setdefault(branch, set())
+                if one.place.trips is None:
+                    loops.add(one.place.loops[-1])
+        found = {}
+        for name, branches in inside.items():
+            if len(branches) > 1:
+                fit = [branch for branch, loops in branches.items() if bool(loops) == self.near]
+                found[name] = min(fit or branches)
+            else:
+                ((branch, loops),) = branches.items()
+                idle = loops and not any(self.turns.get(loop, 1) for loop in loops)
+                found[name] = -1 if idle else branch
+        return found
 
     @cached_property
     def turns(self) -> dict[str, int]:
-        """Of each loop with transfers whose turns the program leaves open: those that the mask needs.
-
-        What comes home without a kernel goes the other way.
-        """
-        found = {}
-        for one in self.facts.program.transfers:
-            if one.place.trips is None and one.pairs:
-                up = goes_up(one.pairs, self.shards) == one.overlapped
-                found[one.place.loops[-1]] = self.reach[0 if up else 1]
-        return found
+        """Of each loop with transfers whose turns the program leaves open: those that the mask needs."""
+        return {loop: self.reach[way] for loop, way in self.ways.items()}
 
     def runs(self, place: Place) -> int:
         """How often an instruction runs."""

@@ -65,9 +65,10 @@ def test_the_program_does_not_grow_with_the_ring(mask):
         sizes[devices] = len(re.findall(r"^ +%", text, re.MULTILINE))
         permutes[devices] = text.count("stablehlo.collective_permute")
     assert len(set(sizes.values())) == 1, sizes
-    # Forward: K and V. Backward: K and V, on the whole way round once more for the first hop; dk and dv
-    # behind them, once to catch up, and home.
-    split, near = 2 * (1 + 2 + 3), 2 * (1 + 1 + 3)
+    # Of each of two parcels. Whole way: K and V in a loop; backward, once for the first hop and in a loop;
+    # dk and dv behind them, and home. Near, up and down: K and V in a loop; dk and dv behind, once more, and
+    # home.
+    split, near = 2 * (1 + 2 + 2), 2 * 2 * (1 + 1 + 3)
     assert set(permutes.values()) == {split if isinstance(mask, Causal) else split + near}, permutes
 
 
@@ -116,15 +117,15 @@ def forward(watch, case, devices):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_hops(watch, devices):
-    """N blocks met with N - 1 hops, in two parcels, one each way; a visit for each parcel."""
+    """N blocks met with N - 1 hops, in two parcels, one each way; one visit for both."""
     visits, transfers = forward(watch, Case("", B=1, T=64, mask=Full()), devices)
-    assert visits == [2 * devices] * devices
+    assert visits == [devices] * devices
     assert transfers == [2 * (devices - 1)] * devices
 
 
 def test_hops_of_one_key_head(watch):
     visits, transfers = forward(watch, Case("", B=1, T=64, K=1, mask=Full()), 4)
-    assert visits == [2 * 4] * 4
+    assert visits == [4] * 4
     assert transfers == [2 * 3] * 4
 
 
@@ -136,13 +137,13 @@ def test_hops_of_a_window(watch, window, hops):
     case = Case("", B=1, T=64, mask=Causal() & Window(window))
     visits, transfers = forward(watch, case, 8)
     assert visits == [min(n, hops) + 1 for n in range(8)]
-    assert transfers == [hops] * 8
+    assert transfers == [2 * hops] * 8
 
 
 def test_hops_of_a_window_to_both_sides(watch):
     visits, transfers = forward(watch, Case("", B=1, T=64, mask=Window(5, 12)), 8)
     assert visits == [3, 4, 4, 4, 4, 4, 3, 2]
-    assert transfers == [3] * 8
+    assert transfers == [2 * 3] * 8
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_hops_of_a_window_to_both_sides(watch):
 def test_hops_of_documents(watch, documents, visits, hops):
     """Only where some pair meets; a shard of padding does nothing."""
     case = Case("", B=1, T=64, documents=documents)
-    assert forward(watch, case, 8) == (visits, [hops] * 8)
+    assert forward(watch, case, 8) == (visits, [2 * hops] * 8)
 
 
 def test_backward_hops(watch):
@@ -171,9 +172,9 @@ def test_backward_hops(watch):
 
     jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*map(jnp.asarray, x[:3])))
     jax.effects_barrier()
-    assert [visits[n] for n in range(4)] == [2 * 2 * 4] * 4
-    # 16 keys of one of 2 heads, of 32 words, with two words of tokens each.
-    key_bytes, grad_bytes = 4 * (16 * 32 + 16 * 2), 4 * 16 * 32
+    assert [visits[n] for n in range(4)] == [4 + 5] * 4  # at home twice, half of it each time
+    # 8 of 16 keys of 2 heads, of 32 words; the tokens' two words each take a row.
+    key_bytes, grad_bytes = 4 * (8 + 1) * 2 * 32, 4 * 8 * 2 * 32
     assert sent == {
         (n, size): count
         for n in range(4)
@@ -191,7 +192,7 @@ def bytes_sent(watch, **sizes):
 def test_traffic_goes_by_the_key_heads(watch):
     """Repeating K and V first would cost four times as much."""
     for N, K in ((32, 8), (8, 8), (8, 2)):
-        keys, tokens, row = 16 * K * 16, 16 * 2, K * 16  # in words, of one parcel
+        keys, tokens, row = 8 * K * 32, 8 * 2, K * 32  # in words, of one parcel
         wanted = 2 * 3 * 4 * (keys + -(-tokens // row) * row)
         assert bytes_sent(watch, N=N, K=K) == wanted
 

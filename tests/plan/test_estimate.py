@@ -13,6 +13,7 @@ from ringflash.plan.generations import GENERATIONS
 from ringflash.plan.program import Call, Place, Program, Transfer
 from ringflash.plan.reading import reading_of
 
+TOKENS = 4096
 MIB = 2**20
 CASE = Case("v6e", "v6e:2x2", seq_len=32768, heads=8, kv_heads=8)
 UP = ((0, 1), (1, 2), (2, 3), (3, 0))
@@ -135,8 +136,11 @@ def windowed(near, home=()):
     part = [Place(f"near.{n}", (f"while.{n}",), None, (("if", 1),)) for n in (2, 3)]
     transfers = [
         permute(place=whole, pairs=shift[0]),
-        permute(3 * MIB, place=part[0], pairs=shift[0]),
-        permute(3 * MIB, place=part[1], pairs=shift[1]),
+        *(
+            permute(size, place=place, pairs=pairs)
+            for place, pairs in zip(part, shift, strict=True)
+            for size in (3 * MIB, TOKENS)
+        ),
         *(
             permute(place=replace(part[0], loops=(name,)), pairs=shift[1], kernels=())
             for name in home
@@ -152,8 +156,8 @@ def windowed(near, home=()):
 
 def test_a_ring_that_goes_only_as_far_as_the_mask_needs():
     found = windowed(near=True)
-    assert (found.hops, found.transfers, found.hidden) == (1, 1, 1)
-    assert found.hop_bytes == 3 * MIB
+    assert (found.hops, found.transfers, found.hidden) == (1, 2, 2)
+    assert found.hop_bytes == 3 * MIB + TOKENS
     far = windowed(near=False)
     assert (far.hops, far.transfers) == (7, 7)
     assert far.hop_bytes == MIB
@@ -162,7 +166,7 @@ def test_a_ring_that_goes_only_as_far_as_the_mask_needs():
 def test_what_comes_home_goes_as_far_as_it_went_out():
     """One hop up and none down: home is one hop down."""
     found = windowed(near=True, home=("while.4",))
-    assert (found.transfers, found.hidden) == (2, 1)
+    assert (found.transfers, found.hidden) == (3, 2)
 
 
 def test_the_two_passes_are_told_apart():

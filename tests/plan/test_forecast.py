@@ -38,26 +38,26 @@ def test_a_ring_of_long_kernels_hides_all():
 
 
 def test_of_a_ring_of_short_kernels_the_rest_is_exposed():
-    """256 tokens a device: seven hops forward and eight backward, each way half of 8 heads, all of it in 2
-    bytes, and dk and dv in 4."""
+    """256 tokens a device: seven hops of K and V in each pass, in 2 bytes, half of 8 heads each way; eight of
+    dk and dv, in 4."""
     job = replace(JOB, seq_len=2048)
     found = forecast(job, "ring")
-    each = [256 * (8 * 128 * kept + 8) / 100e9 for kept in (2, 6)]
-    assert found.exposed_seconds + found.kernel_seconds > 7 * each[0] + 8 * each[1]
+    keys, sums = 256 * (8 * 128 * 2 + 8) / 100e9, 256 * 8 * 128 * 4 / 100e9
+    assert found.exposed_seconds + found.kernel_seconds > 14 * keys + 8 * sums
     slower = replace(job, hop_links=3)
     more = forecast(slower, "ring").exposed_seconds - found.exposed_seconds
-    assert more == pytest.approx(2 * (7 * each[0] + 8 * each[1]))
+    assert more == pytest.approx(2 * (14 * keys + 8 * sums))
 
 
 def test_a_window_takes_the_hops_that_it_needs():
-    """A window of 4,096 over shards of 16,384: one hop up, under the block at home. dk and dv go out under
-    that, once more under the block before, whose few pairs do not cover them, and home under nothing."""
+    """A window of 4,096 over shards of 16,384: one hop up, under half of the block at home. dk and dv go out
+    under that, once more under the block before, whose few pairs do not cover them, and home under the rest."""
     mask = Causal() & Window(4096)
     job = replace(JOB, shape=(8, 8), shards=64, mask=mask, seq_len=2**20)
     assert job.near(1) == (1, 0)
     found = forecast(job, "ring")
     sums = 16384 * 8 * 128 * 2 * 4 / 100e9
-    assert sums < found.exposed_seconds < 2 * sums
+    assert 0 < found.exposed_seconds < sums
     tiles = 16 * 4.5 * 32 * TILES / 1.75e9  # of 1,024 x 1,024, in the mean: four and a half a row
     assert tiles < found.kernel_seconds < 1.3 * tiles
     assert choose(job)[0][0].strategy == "ring"
@@ -85,7 +85,8 @@ def test_a_ring_around_ulysses_passes_devices_over():
     both = forecast(job, "ulysses:4*ring:2")
     inner = replace(JOB, shape=(4,), shards=4, seq_len=1024)
     exchange = forecast(inner, "ulysses").exposed_seconds
-    hops = [4 * 1024 * (2 * 128 * kept + 8) / 100e9 for kept in (2, 6, 6)]
+    keys, sums = 4 * 1024 * (2 * 128 * 2 + 8) / 100e9, 4 * 1024 * 2 * 128 * 4 / 100e9
+    hops = [keys, keys, sums, sums]
     assert both.kernel_seconds == pytest.approx(forecast(job, "ulysses").kernel_seconds)
     rest = both.exposed_seconds - exchange
     assert sum(hops) - both.kernel_seconds < rest < sum(hops)

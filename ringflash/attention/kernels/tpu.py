@@ -13,7 +13,8 @@ from jax import lax
 from ringflash.attention.axis import alike
 from ringflash.attention.here import kind_here
 from ringflash.attention.kernel import BackwardOf, ForwardOf, Grads, Kernel, Partial, Prepared
-from ringflash.attention.kernels.mosaic.calls import COMPUTED, Call, Device, adds
+from ringflash.attention.kernels.mosaic.calls import COMPUTED, Call, Device, Keys, adds
+from ringflash.attention.kernels.mosaic.put import put
 from ringflash.attention.kernels.mosaic.tiles import Tiles, best, generation_of
 from ringflash.attention.mask import Mask, Tokens, parts
 from ringflash.attention.orders import Orders
@@ -47,7 +48,7 @@ def tpu(
     ) -> Partial:
         q, k, v, q_at, k_at, carry = alike((q, k, v, q_at, k_at, carry), q, k, v, q_at, k_at, carry)
         call = Call.up(spec, device(), up, q, v, carried=carry is not None)
-        return call.forward(call.queries(q, q_at), q_at, k, v, k_at, carry)
+        return call.forward(call.queries(q, q_at), q_at, [k], [v], k_at, carry)
 
     def backward(
         q: Array,
@@ -64,13 +65,13 @@ def tpu(
         q, k, v, q_at, k_at, dout, lse_BNT, delta_BNT, into = alike(args, *args)
         call = Call.down(spec, device(), down, q, v, given=adds(into))
         ready = call.queries(q, q_at, dout, lse_BNT, delta_BNT)
-        return call.backward(ready, q_at, k, v, k_at, into)
+        return call.backward(ready, q_at, [k], [v], k_at, into)
 
     def forward_of(q: Array, q_at: Tokens, like: tuple[Array, Array]) -> ForwardOf:
         call = Call.up(spec, device(), up, q, like[1], carried=True)
         ready = lax.optimization_barrier(call.queries(q, q_at))
 
-        def run(k: Array, v: Array, k_at: Tokens, carry: Partial) -> Partial:
+        def run(k: Keys, v: Keys, k_at: Tokens, carry: Partial) -> Partial:
             return call.forward(*alike((ready, q_at, k, v, k_at, carry), ready, k, k_at, carry))
 
         return run
@@ -81,7 +82,7 @@ def tpu(
         call = Call.down(spec, device(), down, q, like[1], given=False)
         ready = lax.optimization_barrier(call.queries(q, q_at, *rows))
 
-        def run(k: Array, v: Array, k_at: Tokens, dq: Array) -> Grads:
+        def run(k: Keys, v: Keys, k_at: Tokens, dq: Array) -> Grads:
             into = Grads(dq, None, None)
             return call.backward(*alike((ready, q_at, k, v, k_at, into), ready, k, k_at, dq))
 
@@ -95,7 +96,7 @@ def tpu(
         made = "BKHS" if (down or best(device().generation, "backward", widest)).turned else "BKSH"
         return Orders("BKSH", "BKHS", "BKSH", "BKSH", made, made)
 
-    prepared = Prepared(forward_of, backward_of, orders)
+    prepared = Prepared(forward_of, backward_of, orders, put)
     return Kernel("tpu", spec, forward, backward, (), why_not, prepared=prepared)
 
 

@@ -11,6 +11,7 @@ How they go, and what is computed meanwhile, is `trip`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +45,11 @@ def ring(kernel: Kernel, axis: Axis) -> Kernel:
             part = empty_partial(q, v.shape[3]) if carry is None else carry
             part = alike(part, q, k, v, q_at, k_at)
             for route in routes:
-                part = Trip.of(kernel, axis, route, q, k, v, q_at).forward(k, v, k_at, part)
+                trip = Trip.of(kernel, axis, route, q, k, v, q_at)
+                part = route.if_any(partial(trip.forward, k, v, k_at), part)
             return part
 
-        return routed(kernel, axis, k, q_at, k_at, along)
+        return routed(kernel, axis, q_at, k_at, along)
 
     def backward(
         q: Array,
@@ -69,10 +71,10 @@ def ring(kernel: Kernel, axis: Axis) -> Kernel:
             grads = alike(grads, q, k, v, q_at, k_at, *rows)
             for route in routes:
                 trip = Trip.of(kernel, axis, route, q, k, v, q_at)
-                grads = trip.backward(k, v, k_at, rows, grads)
+                grads = route.if_any(partial(trip.backward, k, v, k_at, rows), grads)
             return grads
 
-        return add_grads(into, routed(kernel, axis, k, q_at, k_at, along))
+        return add_grads(into, routed(kernel, axis, q_at, k_at, along))
 
     name, axes = f"ring({kernel.name})", (axis, *kernel.axes)
     return Kernel(name, kernel.spec, forward, backward, axes, kernel.unsupported)

@@ -27,31 +27,35 @@ SPAN_BLOCKS = (
 class Route(NamedTuple):
     """Parcels, how far they go, and whether they serve the block at home."""
 
-    shifts: tuple[int, ...]  # of each parcel: +1 goes up the ring, -1 down
+    shifts: tuple[int, int]  # of the parcels: +1 goes up the ring, -1 down
     hops: int | Array
     home: bool
     onward: bool  # dk and dv come home by going on round the ring; else by going back
+
+    def if_any(self, go: Callable[[Any], Any], state: Any) -> Any:
+        """go(state), or `state` where there is nothing to do."""
+        if self.home:
+            return go(state)
+        return lax.cond(jnp.asarray(self.hops) > 0, go, lambda state: state, state)
 
 
 def routed(
     kernel: Kernel,
     axis: Axis,
-    k_BSKH: Array,
     q_at: Tokens,
     k_at: Tokens,
     along: Callable[[Any], Any],
 ) -> Any:
     """`along` the routes that cost least: half of K and V over len(axis) - 1 hops, or all over a few."""
     size = size_of(axis)
-    _, S, K, _ = k_BSKH.shape
-    split = [Route((1, -1) if S * K > 1 else (1,), size - 1, home=True, onward=True)]
+    split = [Route((1, -1), size - 1, home=True, onward=True)]
     # A kernel that communicates shortens its own way; two routes at each level would multiply.
     if kernel.axes or not kernel.spec.mask.local:
         return along(split)
     up, down = reach(kernel, axis, q_at, k_at)
     near = [
-        Route((1,), up, home=True, onward=False),
-        Route((-1,), down, home=False, onward=False),
+        Route((1, 1), up, home=True, onward=False),
+        Route((-1, -1), down, home=False, onward=False),
     ]
     if size == 2:
         return along(near)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from ringflash.attention.kernels.mosaic.pipeline import (
     if_new,
     in_hbm,
     like,
+    of_part,
     padded,
     pipelined,
+    taken,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -29,14 +32,17 @@ Array = jax.Array
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk."""
+    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk.
+
+    K and V may come in parts, as in the forward.
+    """
 
     q: Array  # [B, N, nq, block_q, H], multiplied by `tile.query_factor`
     dout: Array  # [B, N, nq, block_q, V]
     rows: Array  # [B, N, nq, ROWS, block_q] int32: bits of lse log2(e) and delta, then lo, hi, segment
-    k: Array  # [B, K, nk, block_k, H]
-    v: Array  # [B, K, nk, block_k, V]
-    marks: Array  # [B, nk, 2, block_k] int32
+    marks: Array  # [B, nk, 2, block_k] int32: position, segment
+    k: Sequence[Array]  # of [B / len(k), K, nk, block_k, H]
+    v: Sequence[Array]  # of [B / len(v), K, nk, block_k, V]
 
 
 class Traffic(NamedTuple):
@@ -144,11 +150,8 @@ def backward(
     held: tiles of keys that a step holds.
     """
     B, N, _, block_q, H = x.q.shape
-    _, K, nk, block_k, V = x.v.shape
-    heads = N // K
-
-    def block(*dims: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, held, *dims), lambda b, k, s: (b, k, s, *(0,) * len(dims)))
+    in_part, K, nk, block_k, V = x.v[0].shape
+    heads, steps = N // K, nk // held
 
     def made(width: int) -> pl.BlockSpec:
         keys = held * block_k
@@ -159,19 +162,38 @@ def backward(
     def of_step(*dims: int, memory: Any = None) -> pl.BlockSpec:
         return pl.BlockSpec((1, *dims), lambda b, k, s: (b, s, 0, 0), memory_space=memory)
 
-    def kernel(
-        agenda: Any, q: Any, dout: Any, rows: Any, k: Any, v: Any, marks: Any, *rest: Any
-    ) -> None:
-        into, (dq, dk, dv, *scratch, semaphores) = rest[1 : len(given) + 1], rest[len(given) + 1 :]
-        refs = Refs(k.at[0, 0], v.at[0, 0], marks.at[0], dk.at[0, 0], dv.at[0, 0], *scratch)
-        mine = pl.ds(pl.program_id(1) * heads, heads)
-        there = [ref.at[pl.program_id(0), mine] for ref in (q, dout, rows, dq)]
+    def kernel(agenda: Any, q: Any, dout: Any, rows: Any, marks: Any, *rest: Any) -> None:
+        k, v, (_, *into), (dq, dk, dv, *ours) = taken(rest, len(x.k), len(x.v), 1 + len(given))
+        k_here, v_here, *scratch, for_keys, semaphores = ours
+        b, kv_head, step = (pl.program_id(n) for n in range(3))
+
+        def keys_of(part: int, row: Array, step: Array) -> list[Any]:
+            its, slot = pl.ds(step * held, held), step & 1
+            theirs = (xs[part].at[row, kv_head, its] for xs in (k, v))
+            pairs = zip(theirs, (k_here.at[slot], v_here.at[slot]), strict=True)
+            return copies(list(pairs), for_keys.at[slot])
+
+        def fetch(step: Array) -> None:
+            def start(part: int, row: Array) -> None:
+                for copy in keys_of(part, row, step):
+                    copy.start()
+
+            of_part(b, in_part, len(x.k), start)
+
+        pl.when(step == 0)(lambda: fetch(step))
+        pl.when(step + 1 < steps)(lambda: fetch(step + 1))
+        dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
+        for copy in keys_of(0, jnp.int32(0), step):
+            copy.wait()
+        keys = k_here.at[step & 1], v_here.at[step & 1]
+        refs = Refs(*keys, marks.at[0], dk.at[0, 0], dv.at[0, 0], *scratch)
+        mine = pl.ds(kv_head * heads, heads)
+        there = [ref.at[b, mine] for ref in (q, dout, rows, dq)]
         here = [refs.q, refs.dout, refs.rows, refs.dq]
         pairs = list(zip(there, here, strict=True))
         traffic = Traffic(pairs, pairs[-1], semaphores)
         for n in range(held):
             refs.turned_k[n] = refs.k[n].T
-        dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
         run(refs, agenda, heads, traffic, form, tests)
         dk[...] = dk[...] * form.unscale
         for total, more in zip((dk, dv), into, strict=False):
@@ -183,21 +205,23 @@ def backward(
     tile = (block_k, block_q) if form.keys_down else (block_q, block_k)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     dtype = x.q.dtype
+    operands = [*x.k, *x.v]
+    at = 5 + len(operands)
     dq, dk, dv = pl.pallas_call(
         kernel,
-        grid=(B, K, nk // held),
+        grid=(B, K, steps),
         in_specs=[
             of_step(1, 1, lists.shape[3], memory=pltpu.SMEM),
             *[anywhere] * 3,
-            block(block_k, H),
-            block(block_k, V),
             of_step(held, 2, block_k),
-            anywhere,
+            *[anywhere] * (len(operands) + 1),
             *given,
         ],
         out_specs=[anywhere, made(H), made(V)],
         out_shape=[like(x.q, shape) for shape in (dq.shape, *shapes)],
         scratch_shapes=[
+            pltpu.VMEM((2, held, block_k, H), dtype),
+            pltpu.VMEM((2, held, block_k, V), dtype),
             pltpu.VMEM((SLOTS, block_q, H), dtype),
             pltpu.VMEM((SLOTS, block_q, V), dtype),
             pltpu.VMEM((SLOTS, ROWS, block_q), jnp.int32),
@@ -207,16 +231,17 @@ def backward(
             pltpu.VMEM(tile, F32),
             pltpu.VMEM(tile, dtype),
             pltpu.VMEM(tile, dtype),
+            pltpu.SemaphoreType.DMA((2, 2)),
             pltpu.SemaphoreType.DMA((SLOTS, 5)),
         ],
-        input_output_aliases={7: 0, 8: 1, 9: 2} if dk_dv else {7: 0},
+        input_output_aliases={at + n: n for n in range(1 + len(given))},
         **options,
-    )(lists, *in_hbm((*x, dq, *dk_dv), interpret=options["interpret"]))
+    )(*in_hbm((lists, *x[:4], *operands, dq, *dk_dv), interpret=options["interpret"]))
     return dq, dk, dv
 
 
 def vmem(tiles: Tiles, H: int, V: int, itemsize: int, given: bool) -> int:
-    """Bytes of VMEM that a step takes: blocks that Pallas fetches ahead count twice."""
+    """Bytes of VMEM that a step takes: what is fetched a step ahead counts twice."""
     bq, bk = tiles.block_q, tiles.block_k
     H, V = padded(H), padded(V)
     keys = bk * (H + V) * (2 * itemsize + 2 * (2 if given else 1) * 4) + bk * (

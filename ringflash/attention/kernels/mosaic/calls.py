@@ -6,6 +6,7 @@ does that in the pass that makes or casts the arrays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from ringflash.attention.spec import Request, Spec
 from ringflash.attention.tile import beside_scale
 
 Array = jax.Array
+Keys = Sequence[Array]  # of K or V [B, S, K, width]: whole, or some rows of the batch in each
 COMPUTED = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float32}
 
 
@@ -137,19 +139,19 @@ class Call:
         return whole(k_at, self.nk * self.steps.tiles.block_k)
 
     def forward(
-        self, ready: Ready, q_at: Tokens, k: Array, v: Array, k_at: Tokens, carry: Partial | None
+        self, ready: Ready, q_at: Tokens, k: Keys, v: Keys, k_at: Tokens, carry: Partial | None
     ) -> Partial:
-        """`Kernel.forward`."""
+        """`Kernel.forward`, of K and V in parts."""
         steps, T, nk = self.steps, self.asked.T, self.nk
         bq, bk, sub = steps.tiles.block_q, steps.tiles.block_k, steps.held
         k_at, tests = self.padded_keys(k_at), self.tests
         kinds = tests_of_tiles(self.spec, tests, self.padded_queries(q_at), k_at, self.nq, nk)
         x = up.Inputs(
             ready.q,
-            heads_first(k.astype(self.dtype), bk, nk),
-            lengthened_to(v.astype(self.dtype), bk * nk).transpose(0, 2, 3, 1),
             ready.rows,
             marked(k_at, nk),
+            [heads_first(x.astype(self.dtype), bk, nk) for x in k],
+            [lengthened_to(x.astype(self.dtype), bk * nk).transpose(0, 2, 3, 1) for x in v],
         )
         state: list[Array] = []
         if carry is not None:
@@ -171,9 +173,9 @@ class Call:
         return Partial(out[..., :T].transpose(0, 3, 1, 2), lse[:, :, 0, :T])
 
     def backward(
-        self, ready: Ready, q_at: Tokens, k: Array, v: Array, k_at: Tokens, into: Grads
+        self, ready: Ready, q_at: Tokens, k: Keys, v: Keys, k_at: Tokens, into: Grads
     ) -> Grads:
-        """`Kernel.backward`."""
+        """`Kernel.backward`, of K and V in parts; dk and dv are whole."""
         tiles, held = self.steps.tiles, self.steps.held
         B, T, S, N, _, H, *_ = self.asked
         bq, bk, nk = tiles.block_q, tiles.block_k, self.nk
@@ -184,16 +186,17 @@ class Call:
             ready.q,
             ready.dout,
             ready.rows,
-            heads_first(k.astype(self.dtype), bk, nk),
-            heads_first(v.astype(self.dtype), bk, nk),
             marked(k_at, nk),
+            *([heads_first(x.astype(self.dtype), bk, nk) for x in xs] for xs in (k, v)),
         )
         dq = into.dq_BTNH
         dq = jnp.zeros((B, T, N, H), jnp.float32) if dq is None else dq
         given = []
         if adds(into):
             pairs = zip(into[1:], (k, v), strict=True)
-            whole_ones = [jnp.zeros(x.shape, jnp.float32) if g is None else g for g, x in pairs]
+            whole_ones = [
+                jnp.zeros((B, *xs[0].shape[1:]), jnp.float32) if g is None else g for g, xs in pairs
+            ]
             given = [alike(lengthened_to(g, bk * nk), ready.q) for g in whole_ones]
         order = (0, 2, 3, 1) if tiles.turned else (0, 2, 1, 3)
         scale = self.spec.scale_for(H)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,10 @@ from ringflash.attention.kernels.mosaic.pipeline import (
     if_new,
     in_hbm,
     like,
+    of_part,
     padded,
     pipelined,
+    taken,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -29,13 +31,16 @@ Array = jax.Array
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk."""
+    """What the kernel reads, tiled; from `calls.py`. Tiles of queries are nq, tiles of keys nk.
+
+    K and V may come in parts, each some rows of the batch: what arrives apart is read where it lies.
+    """
 
     q: Array  # [B, N, nq, block_q, H], multiplied by `tile.query_factor`
-    k: Array  # [B, K, nk, block_k, H]
-    v: Array  # [B, K, V, nk * block_k]
     rows: Array  # [B, nq, 3, block_q] int32: lo, hi, segment
     marks: Array  # [B, nk, 2, block_k] int32: position, segment
+    k: Sequence[Array]  # of [B / len(k), K, nk, block_k, H]
+    v: Sequence[Array]  # of [B / len(v), K, V, nk * block_k]
 
 
 class Clock(NamedTuple):
@@ -126,8 +131,8 @@ def forward(
     heads, sub: query heads of one key/value head, and tiles of queries, that a step holds.
     """
     B, N, nq, block_q, H = x.q.shape
-    _, K, V, _ = x.v.shape
-    block_k = x.k.shape[3]
+    in_part, K, V, _ = x.v[0].shape
+    block_k = x.k[0].shape[3]
     parts = N // K // heads
 
     def held(width: int) -> pl.BlockSpec:
@@ -138,23 +143,29 @@ def forward(
     def of_step(*dims: int, memory: Any = None) -> pl.BlockSpec:
         return pl.BlockSpec((1, *dims), lambda b, k, p, s: (b, s, 0, 0), memory_space=memory)
 
-    def kernel(agenda: Any, q: Any, rows: Any, k: Any, v: Any, marks: Any, *rest: Any) -> None:
-        given, (out, lse, *scratch, semaphores, words) = rest[: len(state)], rest[len(state) :]
+    def kernel(agenda: Any, q: Any, rows: Any, marks: Any, *rest: Any) -> None:
+        k, v, given, (out, lse, *scratch, semaphores, words) = taken(
+            rest, len(x.k), len(x.v), len(state)
+        )
         refs = Refs(q.at[0], rows.at[0], out.at[0], lse.at[0], *scratch)
         b, kv_head, clock = pl.program_id(0), pl.program_id(1), Clock(words)
 
-        def of_tile(tile: Array, slot: Array) -> list[Any]:
+        def of_tile(part: int, row: Array, tile: Array, slot: Array) -> list[Any]:
             its = pl.ds(pl.multiple_of(tile * block_k, block_k), block_k)
-            sources = k.at[b, kv_head, tile], v.at[b, kv_head, :, its], marks.at[b, tile]
+            k_tile, v_tile = k[part].at[row, kv_head, tile], v[part].at[row, kv_head, :, its]
             targets = (ref.at[slot] for ref in (refs.k, refs.v, refs.marks))
-            return copies(list(zip(sources, targets, strict=True)), semaphores.at[slot])
+            pairs = zip((k_tile, v_tile, marks.at[b, tile]), targets, strict=True)
+            return copies(list(pairs), semaphores.at[slot])
 
         def fetch(tile: Array, slot: Array) -> None:
-            for copy in of_tile(tile, slot):
-                copy.start()
+            def start(part: int, row: Array) -> None:
+                for copy in of_tile(part, row, tile, slot):
+                    copy.start()
+
+            of_part(b, in_part, len(x.k), start)
 
         def arrive(slot: Array) -> None:
-            for copy in of_tile(jnp.int32(0), slot):
+            for copy in of_tile(0, jnp.int32(0), jnp.int32(0), slot):
                 copy.wait()
 
         pl.when(pl.program_id(3) == 0)(clock.reset)
@@ -163,6 +174,8 @@ def forward(
         finish(refs)
 
     state = [held(V), held(1)] if carried else []
+    operands = [*x.k, *x.v]
+    at = 4 + len(operands)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     shapes = [(B, N, V, nq * block_q), (B, N, 1, nq * block_q)]
     out, lse = pl.pallas_call(
@@ -174,17 +187,17 @@ def forward(
                 (1, heads, sub, block_q, H), lambda b, k, p, s: (b, k * parts + p, s, 0, 0)
             ),
             of_step(sub, 3, block_q),
-            *[anywhere] * 3,
+            *[anywhere] * (1 + len(operands)),
             *state,
         ],
         out_specs=[held(V), held(1)],
         out_shape=[like(x.q, shape) for shape in shapes],
         scratch_shapes=[
-            pltpu.VMEM((SLOTS, block_k, H), x.k.dtype),
-            pltpu.VMEM((SLOTS, V, block_k), x.v.dtype),
+            pltpu.VMEM((SLOTS, block_k, H), x.k[0].dtype),
+            pltpu.VMEM((SLOTS, V, block_k), x.v[0].dtype),
             pltpu.VMEM((SLOTS, 2, block_k), jnp.int32),
             pltpu.VMEM((block_k, block_q), F32),
-            pltpu.VMEM((block_k, block_q), x.v.dtype),
+            pltpu.VMEM((block_k, block_q), x.v[0].dtype),
             pltpu.VMEM((heads, sub, 1, block_q), F32),
             pltpu.VMEM((heads, sub, 8, block_q), F32),
             pltpu.VMEM((8, block_q), F32),
@@ -192,9 +205,11 @@ def forward(
             pltpu.SemaphoreType.DMA((SLOTS, 3)),
             pltpu.SMEM((2,), jnp.int32),
         ],
-        input_output_aliases={6: 0, 7: 1} if carried else {},
+        input_output_aliases={at: 0, at + 1: 1} if carried else {},
         **options,
-    )(lists, *in_hbm((x.q, x.rows, x.k, x.v, x.marks, *carried), interpret=options["interpret"]))
+    )(
+        *in_hbm((lists, x.q, x.rows, x.marks, *operands, *carried), interpret=options["interpret"]),
+    )
     return out, lse
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +133,22 @@ def copies(pairs: list[tuple[Any, Any]], semaphores: Any) -> list[Any]:
         pltpu.make_async_copy(source, target, semaphores.at[n])
         for n, (source, target) in enumerate(pairs)
     ]
+
+
+def of_part(row: Array, rows: int, parts: int, do: Callable[[int, Array], None]) -> None:
+    """do(part, row in it) for the part that holds the row, of an array in `parts` of `rows` each."""
+    if parts == 1:
+        do(0, row)
+        return
+    for part in range(parts):
+        first = part * rows
+        pl.when((first <= row) & (row < first + rows))(partial(do, part, row - first))
+
+
+def taken(refs: Sequence[Any], *counts: int) -> list[Any]:
+    """So many of the refs at a time, and in the end what is left."""
+    ends = [0, *accumulate(counts), len(refs)]
+    return [refs[a:b] for a, b in pairwise(ends)]
 
 
 def in_hbm(xs: Sequence[Array], *, interpret: Any) -> list[Array]:

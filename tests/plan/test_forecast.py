@@ -51,7 +51,7 @@ def test_of_a_ring_of_short_kernels_the_rest_is_exposed():
 
 def test_a_window_takes_the_hops_that_it_needs():
     """A window of 4,096 over shards of 16,384: one hop up, under half of the block at home. dk and dv go out
-    under that, once more under the block before, whose few pairs are too few, and home under the other half."""
+    under that, once more under the block before, whose pairs are too few, and home under the other half."""
     mask = Causal() & Window(4096)
     job = replace(JOB, shape=(8, 8), shards=64, mask=mask, seq_len=2**20)
     assert job.near(1) == (1, 0)

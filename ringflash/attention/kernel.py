@@ -96,13 +96,10 @@ class Backward(Protocol):
     ) -> Grads: ...
 
 
-# K and V come as arrays of some rows of the batch each: what arrives apart is read where it lies.
-ForwardOf = Callable[
-    [Sequence[Array], Sequence[Array], Tokens, Partial], Partial
-]  # ks, vs, k_at, carry
-BackwardOf = Callable[
-    [Sequence[Array], Sequence[Array], Tokens, Array], Grads
-]  # ..., the dq to add to
+# K or V [B, S, K, width], whole or some rows of the batch in each: what arrives apart is read where it lies.
+Keys = Sequence[Array]
+ForwardOf = Callable[[Keys, Keys, Tokens, Partial], Partial]  # k, v, k_at, carry
+BackwardOf = Callable[[Keys, Keys, Tokens, Array], Grads]  # k, v, k_at, the dq to add to
 
 
 class Prepared(NamedTuple):

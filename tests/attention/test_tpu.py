@@ -32,6 +32,7 @@ from ringflash.attention import (
 from ringflash.attention.cases import CASES, Case, inputs
 from ringflash.attention.kernel import merge, row_dot
 from ringflash.attention.kernels.mosaic import backward_call, forward, forward_call
+from ringflash.attention.kernels.mosaic.put import put
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 from ringflash.attention.kernels.tpu import tpu
 from ringflash.attention.mask import Mask
@@ -379,3 +380,18 @@ def test_in_a_ring(name, devices, layout):
     run = jitted(over("ring", devices, make(case.spec, interpret=True)))
     found = put_back(run(*laid_out(x, order, order)), order, order)
     check(found, truth_of(case))
+
+
+def test_what_is_put_in_the_place_of_something_else_is_that_itself():
+    """Arrays of two shapes, in the order in which they came."""
+    rng = np.random.default_rng(0)
+    fresh, old = (
+        [
+            jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+            for shape in ((1, 2, 64, 128), (64, 128))
+        ]
+        for _ in range(2)
+    )
+    done = put(fresh, old, jnp.zeros((2, 3)), interpret=True)
+    for one, wanted in zip(done, fresh, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(wanted))

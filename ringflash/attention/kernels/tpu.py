@@ -5,6 +5,7 @@ Here: the contract, and what it cannot serve. `mosaic.calls` has arrays into til
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from jax import lax
 
 from ringflash.attention.axis import alike
 from ringflash.attention.here import kind_here
-from ringflash.attention.kernel import BackwardOf, ForwardOf, Grads, Kernel, Partial, Prepared
-from ringflash.attention.kernels.mosaic.calls import COMPUTED, Call, Device, Keys, adds
+from ringflash.attention.kernel import BackwardOf, ForwardOf, Grads, Kernel, Keys, Partial, Prepared
+from ringflash.attention.kernels.mosaic.calls import COMPUTED, Call, Device, adds
 from ringflash.attention.kernels.mosaic.put import put
 from ringflash.attention.kernels.mosaic.tiles import Tiles, best, generation_of
 from ringflash.attention.mask import Mask, Tokens, parts
@@ -96,7 +97,7 @@ def tpu(
         made = "BKHS" if (down or best(device().generation, "backward", widest)).turned else "BKSH"
         return Orders("BKSH", "BKHS", "BKSH", "BKSH", made, made)
 
-    prepared = Prepared(forward_of, backward_of, orders, put)
+    prepared = Prepared(forward_of, backward_of, orders, partial(put, interpret=interpret))
     return Kernel("tpu", spec, forward, backward, (), why_not, prepared=prepared)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -88,12 +88,13 @@ class Trip:
         ks, vs, _ = shares.given(parcels, orders)
         run = self.forward_of((ks[0], vs[0]))
 
-        def visit(hop: Array | int, parcels: Parcels, part: Partial) -> Partial:
+        def visit(hop: Array, parcels: Parcels, part: Partial) -> Partial:
             def work(part: Partial) -> tuple[Partial, tuple[()]]:
                 return run(*shares.given(parcels, orders), part), ()
 
-            needed = self.route.home or jnp.asarray(hop) > 0
-            return self.where_needed(parcels, work, part, needed)[0]
+            if not self.route.home:
+                parcels = shown(parcels, (hop > 0,) * 2)
+            return self.where_needed(parcels, work, part)[0]
 
         def body(hop: Array, state: tuple) -> tuple:
             parcels, part = state
@@ -103,7 +104,7 @@ class Trip:
 
         part = Partial(shares.rows(part[0], 2), shares.rows(part[1], 1))
         parcels, part = lax.fori_loop(0, hops, body, (parcels, part))
-        part = visit(hops, parcels, part)
+        part = visit(jnp.asarray(hops), parcels, part)
         return Partial(shares.heads(part[0], 2), shares.heads(part[1], 1))
 
     def backward(
@@ -116,11 +117,8 @@ class Trip:
         ks, vs, _ = shares.given(mine, orders)
         run = self.backward_of(rows, (ks[0], vs[0]))
 
-        def visit(moving: Any, parcels: Parcels, dq: Array, shown: Any = None) -> Any:
-            """What moves meanwhile, dq, and dk and dv of the parcels. shown: which of them; None: all."""
-            if shown is not None:
-                pairs = zip(parcels, shown, strict=False)
-                parcels = tuple(it.shown(if_so) for it, if_so in pairs)
+        def visit(moving: Any, parcels: Parcels, dq: Array) -> Any:
+            """What moves meanwhile, dq, and dk and dv of the parcels."""
 
             def work(dq: Array) -> tuple[Array, tuple[Array, Array]]:
                 dq, dk, dv = run(*shares.given(parcels, orders), dq)
@@ -142,15 +140,15 @@ class Trip:
     def round_trip(self, visit: Any, mine: Parcels, dq: Array) -> tuple[Array, tuple[Sums, ...]]:
         """Once round the ring; the last two hops bring dk and dv home, and K and V stay."""
         early, late = (True, False), (False, True)
-        state = visit(self.send(mine), mine, dq, early)
+        state = visit(self.send(mine), shown(mine, early), dq)
         size = size_of(self.axis)
         parcels, dq, behind = lax.fori_loop(1, size - 1, self.hop_with(visit), state)
 
         def homeward(_: Array, state: tuple) -> tuple:
             parcels, dq, behind = state
             arrived, dq, fresh = visit(self.send_sums(behind), parcels, dq)
-            at_home = tuple(it.shown(if_so) for it, if_so in zip(mine, late, strict=False))
-            return self.instead(parcels, at_home, fresh[0][0]), dq, plus(arrived, fresh)
+            home = self.instead(parcels, shown(mine, late), fresh[0][0])
+            return home, dq, plus(arrived, fresh)
 
         _, dq, sums = lax.fori_loop(0, 2, homeward, (parcels, dq, behind))
         return dq, sums
@@ -161,19 +159,19 @@ class Trip:
         def body(hop: Array, state: tuple) -> tuple:
             parcels, dq, behind = state
             moving = self.send(parcels), self.send_sums(behind)
-            (sent, arrived), dq, fresh = visit(moving, parcels, dq, self.on_the_way(hop))
+            (sent, arrived), dq, fresh = visit(moving, self.on_the_way(hop, parcels), dq)
             return self.instead(parcels, sent, fresh[0][0]), dq, plus(arrived, fresh)
 
         return body
 
-    def on_the_way(self, hop: Array | int) -> Any:
-        """Which parcels are worked on at some hop; None: all."""
+    def on_the_way(self, hop: Array, parcels: Parcels) -> Parcels:
+        """What of the parcels is worked on at some hop of a backward."""
         if self.route.onward:
-            return None
-        away = jnp.asarray(hop) > 0
+            return parcels
+        away = hop > 0
         if not self.route.home:
-            return away, away
-        return True, away | (jnp.asarray(self.route.hops) == 0)
+            return shown(parcels, (away, away))
+        return shown(parcels, (True, away | (jnp.asarray(self.route.hops) == 0)))
 
     def there_and_back(
         self, visit: Any, mine: Parcels, dq: Array
@@ -182,35 +180,28 @@ class Trip:
         hops = self.route.hops
         state = alike((mine, dq, self.nothing(mine)), dq)
         parcels, dq, behind = lax.fori_loop(0, hops, self.hop_with(visit), state)
-        arrived, dq, fresh = visit(self.send_sums(behind), parcels, dq, self.on_the_way(hops))
+        held = self.on_the_way(jnp.asarray(hops), parcels)
+        arrived, dq, fresh = visit(self.send_sums(behind), held, dq)
 
         def back(hop: Array, state: tuple) -> tuple:
             dq, sums = state
             arrived = self.send_sums(sums, -1)
             if not self.route.home:
                 return dq, arrived
-            arrived, dq, fresh = visit(arrived, mine, dq, (False, hop == hops - 1))
+            arrived, dq, fresh = visit(arrived, shown(mine, (False, hop == hops - 1)), dq)
             return dq, plus(arrived, fresh)
 
         state = dq, plus(arrived, fresh)
         done: tuple[Array, tuple[Sums, ...]] = lax.fori_loop(0, hops, back, state)
         return done
 
-    def where_needed(
-        self,
-        parcels: Parcels,
-        work: Callable[[Any], Any],
-        state: Any,
-        needed: bool | Array = True,
-    ) -> Any:
-        """work(state) -> (state, what else comes); or `state` and zeros: no pair meets, or not `needed`."""
+    def where_needed(self, parcels: Parcels, work: Callable[[Any], Any], state: Any) -> Any:
+        """work(state) -> (state, what else comes); or `state` and zeros where no pair meets."""
         spec = self.kernel.spec
-        conditions = [] if needed is True else [needed]
-        if not self.kernel.axes:  # what communicates is run by all or by none, and skips by itself
-            met = spec.relation(spans(self.q_at, 1), spans(self.shares.at(parcels), 1)) > EMPTY
-            conditions.append(met.any())
-        if not spec.mask.local or not conditions:
+        # What communicates is run by all or by none, and skips by itself.
+        if self.kernel.axes or not spec.mask.local:
             return work(state)
+        met = spec.relation(spans(self.q_at, 1), spans(self.shares.at(parcels), 1)) > EMPTY
 
         def idle(state: Any) -> Any:
             other = jax.tree.map(
@@ -218,7 +209,7 @@ class Trip:
             )
             return state, alike(other, state)
 
-        return lax.cond(reduce(jnp.logical_and, conditions), work, idle, state)
+        return lax.cond(met.any(), work, idle, state)
 
     def sums(self, dk: Array, dv: Array) -> tuple[Sums, ...]:
         """dk and dv of each parcel, as they travel."""
@@ -228,14 +219,13 @@ class Trip:
 
     def nothing(self, parcels: Parcels) -> tuple[Sums, ...]:
         """dk and dv of each parcel, zero."""
-        zeros = []
-        for it in parcels:
-            trio = zip(it[:2], self.orders[2:4], self.orders[4:], strict=True)
-            shapes = [
-                ordered(restored(jnp.zeros(x.shape, sum_dtype(self.q)), a), b) for x, a, b in trio
-            ]
-            zeros.append((shapes[0], shapes[1]))
-        return tuple(zeros)
+        came, made = self.orders[2:4], self.orders[4:]
+
+        def zero(x: Array, n: int) -> Array:
+            zeros = jnp.zeros(x.shape, sum_dtype(self.q))
+            return ordered(restored(zeros, came[n]), made[n])
+
+        return tuple((zero(it.k, 0), zero(it.v, 1)) for it in parcels)
 
     def send(self, parcels: Parcels) -> Parcels:
         """One hop for each."""
@@ -261,6 +251,11 @@ class Trip:
     def shift(self, way: int, x: Array) -> Array:
         """x of the device before, or behind."""
         return shifted(x, self.axis, way)
+
+
+def shown(parcels: Parcels, which: Sequence[bool | Array]) -> Parcels:
+    """The parcels, of which the others hold nothing but padding."""
+    return tuple(it.shown(if_so) for it, if_so in zip(parcels, which, strict=False))
 
 
 def plus(a: Any, b: Any) -> Any:

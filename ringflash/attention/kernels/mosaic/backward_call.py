@@ -24,7 +24,9 @@ from ringflash.attention.kernels.mosaic.pipeline import (
     of_part,
     padded,
     pipelined,
+    start,
     taken,
+    wait,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -59,13 +61,11 @@ class Traffic(NamedTuple):
 
     def fetch(self, head: Array, tile: Array, slot: Array) -> None:
         """Start reading."""
-        for copy in self.reading(head, tile, slot):
-            copy.start()
+        start(self.reading(head, tile, slot))
 
     def arrive(self, slot: Array) -> None:
         """Wait for what was started."""
-        for copy in self.reading(jnp.int32(0), jnp.int32(0), slot):
-            copy.wait()
+        wait(self.reading(jnp.int32(0), jnp.int32(0), slot))
 
     def writing(self, head: Array, tile: Array, slot: Array) -> Any:
         """The copy of dq back."""
@@ -174,17 +174,12 @@ def backward(
             return copies(list(pairs), for_keys.at[slot])
 
         def fetch(step: Array) -> None:
-            def start(part: int, row: Array) -> None:
-                for copy in keys_of(part, row, step):
-                    copy.start()
-
-            of_part(b, in_part, len(x.k), start)
+            of_part(b, in_part, len(x.k), lambda part, row: start(keys_of(part, row, step)))
 
         pl.when(step == 0)(lambda: fetch(step))
         pl.when(step + 1 < steps)(lambda: fetch(step + 1))
         dk[...], dv[...] = jnp.zeros_like(dk), jnp.zeros_like(dv)
-        for copy in keys_of(0, jnp.int32(0), step):
-            copy.wait()
+        wait(keys_of(0, jnp.int32(0), step))
         keys = k_here.at[step & 1], v_here.at[step & 1]
         refs = Refs(*keys, marks.at[0], dk.at[0, 0], dv.at[0, 0], *scratch)
         mine = pl.ds(kv_head * heads, heads)

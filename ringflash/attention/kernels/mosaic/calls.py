@@ -6,7 +6,6 @@ does that in the pass that makes or casts the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringflash.attention.axis import alike
 from ringflash.attention.cost import Cost, costs_needed
-from ringflash.attention.kernel import Grads, Partial
+from ringflash.attention.kernel import Grads, Keys, Partial
 from ringflash.attention.kernels.mosaic import backward_call as down
 from ringflash.attention.kernels.mosaic import forward_call as up
 from ringflash.attention.kernels.mosaic.agenda import Tests, agenda, tests_of_tiles
@@ -39,7 +38,6 @@ from ringflash.attention.spec import Request, Spec
 from ringflash.attention.tile import beside_scale
 
 Array = jax.Array
-Keys = Sequence[Array]  # of K or V [B, S, K, width]: whole, or some rows of the batch in each
 COMPUTED = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float32}
 
 

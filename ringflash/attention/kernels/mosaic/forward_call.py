@@ -23,7 +23,9 @@ from ringflash.attention.kernels.mosaic.pipeline import (
     of_part,
     padded,
     pipelined,
+    start,
     taken,
+    wait,
 )
 from ringflash.attention.kernels.mosaic.tiles import Tiles
 
@@ -105,7 +107,7 @@ def run(
     first = unit(zero, zero, clock.words[1])
 
     @pl.when((units > 0) & (clock.words[0] == 0))
-    def start() -> None:
+    def first_tile() -> None:
         fetch(unpacked(first.word).tile, first.slot)
         clock.words[0] = 1
 
@@ -158,15 +160,10 @@ def forward(
             return copies(list(pairs), semaphores.at[slot])
 
         def fetch(tile: Array, slot: Array) -> None:
-            def start(part: int, row: Array) -> None:
-                for copy in of_tile(part, row, tile, slot):
-                    copy.start()
-
-            of_part(b, in_part, len(x.k), start)
+            of_part(b, in_part, len(x.k), lambda part, row: start(of_tile(part, row, tile, slot)))
 
         def arrive(slot: Array) -> None:
-            for copy in of_tile(0, jnp.int32(0), jnp.int32(0), slot):
-                copy.wait()
+            wait(of_tile(0, jnp.int32(0), jnp.int32(0), slot))
 
         pl.when(pl.program_id(3) == 0)(clock.reset)
         begin(refs, tuple(ref.at[0] for ref in given))

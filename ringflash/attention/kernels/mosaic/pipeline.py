@@ -151,6 +151,18 @@ def taken(refs: Sequence[Any], *counts: int) -> list[Any]:
     return [refs[a:b] for a, b in pairwise(ends)]
 
 
+def start(moves: Sequence[Any]) -> None:
+    """Start all of these copies."""
+    for move in moves:
+        move.start()
+
+
+def wait(moves: Sequence[Any]) -> None:
+    """Wait for all of them."""
+    for move in moves:
+        move.wait()
+
+
 def in_hbm(xs: Sequence[Array], *, interpret: Any) -> list[Array]:
     """The operands of a kernel, kept in HBM. Where XLA may bring one to VMEM before a call, calls differ, and
     each is compiled; in a ring it would wait for a transfer that is to go on meanwhile."""

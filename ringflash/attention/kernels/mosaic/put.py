@@ -14,12 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringflash.attention.axis import alike
-from ringflash.attention.kernels.mosaic.pipeline import copies, in_hbm
+from ringflash.attention.kernels.mosaic.pipeline import copies, in_hbm, start, wait
 
 Array = jax.Array
 
 
-def put(fresh: Sequence[Array], old: Sequence[Array], behind: Array) -> list[Array]:
+def put(
+    fresh: Sequence[Array], old: Sequence[Array], behind: Array, *, interpret: Any = False
+) -> list[Array]:
     """`fresh`, each where that of `old` lay.
 
     behind: of what uses `old` last; the copies are issued after it.
@@ -32,10 +34,8 @@ def put(fresh: Sequence[Array], old: Sequence[Array], behind: Array) -> list[Arr
         *_, semaphores = refs
         sources, targets = refs[:count], refs[len(operands) : -1]
         moves = copies(list(zip(sources, targets, strict=True)), semaphores)
-        for move in moves:
-            move.start()
-        for move in moves:
-            move.wait()
+        start(moves)
+        wait(moves)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     size = sum(x.size * x.dtype.itemsize for x in fresh)
@@ -48,5 +48,6 @@ def put(fresh: Sequence[Array], old: Sequence[Array], behind: Array) -> list[Arr
         scratch_shapes=[pltpu.SemaphoreType.DMA((count,))],
         input_output_aliases={count + n: n for n in range(count)},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * size),
-    )(*in_hbm(operands, interpret=False))
+        interpret=interpret,
+    )(*in_hbm(operands, interpret=interpret))
     return done

@@ -91,8 +91,8 @@ def hops_of(reading: Reading, found: list[Transfer]) -> int:
     """See `Estimate`."""
     if not any(x.pairs for x in found):
         return sum(reading.runs(x.place) for x in found)
-    if any(x.place.trips is None for x in found):
-        return sum(reading.reach)
+    if reading.only is not None:
+        return sum(reading.only)
     return sizes(reading.case.strategy, reading.shards)["ring"] - 1
 
 
@@ -151,9 +151,8 @@ def kernel_seconds(
     ways = {
         goes_up(x.pairs, reading.shards) for x in found if x.pairs and x.place.trips is not None
     }
-    near = reading.reach if any(x.place.trips is None for x in found) else None
-    hops = whole.hops(each, both_ways=len(ways) == 2, reach=near)
-    if near is None:
+    hops = whole.hops(each, both_ways=len(ways) == 2, reach=reading.only)
+    if reading.only is None:
         hops = hops.reshape(over["ring"], -1, rows).sum(1)
     heads = case.heads / inner
     return np.asarray(hops.max(1) * heads / (generation.cores * generation.clock_ghz * 1e9))

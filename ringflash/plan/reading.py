@@ -81,6 +81,16 @@ class Reading:
         """Of each loop with transfers whose turns the program leaves open: those that the mask needs."""
         return {loop: self.reach[way] for loop, way in self.ways.items()}
 
+    @cached_property
+    def only(self) -> tuple[int, int] | None:
+        """Hops up and down of a ring that goes only as far as needed, perhaps none; None: it goes all the way,
+        or there is no ring."""
+        transfers = self.facts.program.transfers
+        found = [x for x in transfers if x.pairs and x.place.trips is None]
+        # Of two devices there is no other way, whatever `near` says.
+        taken = found and (self.near or any(self.runs(x.place) for x in found))
+        return self.reach if taken else None
+
     def runs(self, place: Place) -> int:
         """How often an instruction runs."""
         if any(self.taken.get(name, branch) != branch for name, branch in place.branches):

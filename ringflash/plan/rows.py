@@ -25,8 +25,9 @@ HEADER = [
     "compile s",
     "total",
 ]
-HELP = """Read from the compiled program: hops, MiB that a device sends at one, hidden (transfers with a
-kernel between start and done, of all), temp, code, CPU seconds of the compiler. links: of the longest hop.
+HELP = """Read from the compiled program: hops, MiB that a device sends at one (in the mean: all of
+the pass, the way home too), hidden (transfers with a kernel between start and done, of all), temp, code, CPU
+seconds of the compiler. links: of the longest hop.
 Estimates, in ms: transfer and kernel of a hop; exposed, what of all transfers is not under a kernel, in
 place and in time; XLA, what it computes and copies between kernels; total. busiest: the most tiles of a
 device over the mean; tiles: executed over needed."""

@@ -126,10 +126,10 @@ def test_what_xla_moves_takes_the_rate_of_hbm():
     assert found.other_seconds == pytest.approx(3 * 10 * MIB / 1.64e12)
 
 
-def windowed(near, home=()):
+def windowed(near, home=(), window=1000, beside=False):
     """A program that leaves open, until it runs, whether a ring goes all the way."""
     case = replace(
-        CASE, topology="v6e:2x4", layout="contiguous", mask="window:1000" if near else "causal"
+        CASE, topology="v6e:2x4", layout="contiguous", mask=f"window:{window}" if near else "causal"
     )
     shift = [tuple((n, (n + way) % 8) for n in range(8)) for way in (1, -1)]
     whole = Place("split", ("while.1",), 7, (("if", 0),))
@@ -146,6 +146,8 @@ def windowed(near, home=()):
             for name in home
         ),
     ]
+    if beside:
+        transfers.append(permute(2 * MIB, place=replace(part[0], loops=(), trips=1)))
     kernels = [
         Call("k", replace(whole, loops=(), trips=1)),
         *(Call("k", place) for place in (whole, *part)),
@@ -161,6 +163,13 @@ def test_a_ring_that_goes_only_as_far_as_the_mask_needs():
     far = windowed(near=False)
     assert (far.hops, far.transfers) == (7, 7)
     assert far.hop_bytes == MIB
+
+
+def test_a_ring_that_goes_nowhere_has_no_hops_whatever_it_sends():
+    """A window of one token; one permute stands outside of the loops."""
+    found = windowed(near=True, window=1, beside=True)
+    assert (found.hops, found.transfers, found.hop_bytes) == (0, 1, 2 * MIB)
+    assert found.kernel_seconds == found.hop_kernel_seconds
 
 
 def test_what_comes_home_goes_as_far_as_it_went_out():

@@ -83,8 +83,8 @@ class Reading:
 
     @cached_property
     def only(self) -> tuple[int, int] | None:
-        """Hops up and down of a ring that goes only as far as needed, perhaps none; None: it goes all the way,
-        or there is no ring."""
+        """Hops up and down of a ring that goes only as far as needed, perhaps none; None: it goes all the
+        way, or there is no ring."""
         transfers = self.facts.program.transfers
         found = [x for x in transfers if x.pairs and x.place.trips is None]
         # Of two devices there is no other way, whatever `near` says.

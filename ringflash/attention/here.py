@@ -6,8 +6,15 @@ from typing import Any
 
 import jax
 
-# Six to ten transfers of a ring stand beside one kernel; more than five under way are not XLA's default.
-OPTIONS = {"tpu": {"xla_max_concurrent_async_collective_permutes": "16"}}
+OPTIONS = {
+    "tpu": {
+        # Six to ten transfers of a ring stand beside one kernel; XLA's default is five under way.
+        "xla_max_concurrent_async_collective_permutes": "16",
+        # Of more devices a partner is looked up in a table, not in a tree of comparisons in the code of
+        # each transfer: the program does not grow with the ring.
+        "xla_tpu_max_collective_permute_tree_core_location_devices": "8",
+    }
+}
 
 
 def platform_of(mesh: Any) -> str:
@@ -28,5 +35,5 @@ def kind_here() -> str:
 
 
 def compiler_options(mesh: Any) -> dict[str, str]:
-    """For the outermost `jax.jit`: with these, all transfers of a ring stand under kernels."""
+    """For the outermost `jax.jit`: transfers of a ring stand under kernels, partners in a table."""
     return dict(OPTIONS.get(platform_of(mesh), {}))

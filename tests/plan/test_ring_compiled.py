@@ -11,12 +11,7 @@ from ringflash.plan.estimate import PASSES, estimate
 from ringflash.plan.reading import reading_of
 
 pytestmark = pytest.mark.slow
-# The smallest and the largest slice, and how much more code the second may be. Wanted is 1.1, but XLA
-# looks up each device's partners in a tree of comparisons, once for each transfer in the text.
-MOST_CODE = {
-    ("v6e:2x4", "v6e:16x16"): 1.2,
-    ("v5p:2x2x2", "v5p:8x8x16"): 1.1,
-}
+SLICES = (("v6e:2x4", "v6e:16x16"), ("v5p:2x2x2", "v5p:8x8x16"))
 DEVICES = {"v6e:2x4": 8, "v6e:16x16": 256, "v5p:2x2x2": 8, "v5p:8x8x16": 1024}
 MILLION = 2**20
 V5P_BYTES = 95 * 2**30
@@ -28,7 +23,7 @@ def facts_of(*cases: Case) -> list[Facts]:
     return told
 
 
-@pytest.mark.parametrize("slices", MOST_CODE, ids=lambda slices: slices[0][:3])
+@pytest.mark.parametrize("slices", SLICES, ids=lambda slices: slices[0][:3])
 def test_transfers_stand_under_kernels_and_the_program_does_not_grow(slices):
     cases = [Case(where[:3], where, seq_len=8192 * DEVICES[where]) for where in slices]
     small, large = facts_of(*cases)
@@ -43,7 +38,7 @@ def test_transfers_stand_under_kernels_and_the_program_does_not_grow(slices):
         assert runs == {False: 6 * (devices - 1), True: 6 * (devices - 1) + 4 * devices}
         assert facts.hop_links == 1
         assert facts.temp_bytes < most_temporaries(case, devices)
-    assert large.code_bytes < MOST_CODE[slices] * small.code_bytes
+    assert large.code_bytes < 1.1 * small.code_bytes
     assert large.compile_seconds < 1.5 * small.compile_seconds
     assert large.temp_bytes < 1.01 * small.temp_bytes
 

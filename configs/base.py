@@ -21,7 +21,8 @@ def get_config() -> ConfigDict:
     config.seed = 0  # of parameters and data order; 0 to 2147483647
     config.steps = 1000  # optimizer steps of the whole run, earlier starts included; at least 1
     config.seq_len = 32768  # tokens in a sequence, over all shards; see attention.layout
-    config.global_batch_size = 8  # sequences in a step; a multiple of mesh.data * mesh.fsdp
+    config.global_batch_size = 8  # sequences in a step; a multiple of data * fsdp * accumulation
+    config.accumulation = 1  # parts in which a step's sequences are worked on, one after another
     config.log_every = 10  # steps between two logged lines; at least 1
     config.cpu_devices = 8  # devices to simulate where there are only CPUs; 1 to 4096
 

@@ -39,7 +39,7 @@ from ringflash.model.transformer import Decoder
 from ringflash.optimizer import make_optimizer
 from ringflash.plan.auto import Choice, strategy_for
 from ringflash.ring_order import ring_hops
-from ringflash.step import LossSum, State, init_state, make_step
+from ringflash.step import LossSum, State, init_state, make_grads, make_step
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Par
     placed = shardings(abstract, mesh)
     whole = NamedSharding(mesh, P())
     step = jax.jit(
-        make_step(partial(loss_sum, graph, config.loss.chunk, mesh), optimizer),
+        make_step(grads_of(config, graph, mesh, placed.params), optimizer),
         donate_argnums=0,
         out_shardings=(placed, whole),
         compiler_options=compiler_options(mesh),
@@ -184,6 +184,17 @@ def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Ba
     return LossSum(total, batch.loss_mask_BT.sum())
 
 
+def grads_of(
+    config: Config, graph: nnx.GraphDef, mesh: Mesh, placed: Any
+) -> Callable[[Any, Batch], tuple[LossSum, Any]]:
+    """(params, batch) -> sums and gradients, as a step has them. placed: the shardings of the parameters."""
+    return make_grads(
+        partial(loss_sum, graph, config.loss.chunk, mesh),
+        accumulation=config.accumulation,
+        place=lambda grads: jax.lax.with_sharding_constraint(grads, placed),
+    )
+
+
 def batch_losses(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> Array:
     """The loss of each target in nats, [B, T]."""
     model = restore_model(graph, params, mesh)
@@ -218,7 +229,12 @@ def serving_kernel(config: Config, mesh: Mesh) -> str:
     model = config.model
 
     def rows(heads: int) -> jax.ShapeDtypeStruct:
-        shape = (config.global_batch_size, config.seq_len, heads, model.head_dim)
+        shape = (
+            config.global_batch_size // config.accumulation,
+            config.seq_len,
+            heads,
+            model.head_dim,
+        )
         return jax.ShapeDtypeStruct(shape, model.dtype)
 
     q, kv = rows(model.heads), rows(model.kv_heads)
@@ -237,7 +253,7 @@ def strategy_of(config: Config, mesh: Mesh) -> Choice:
         Causal(),
         attention.layout,
         seq_len=config.seq_len,
-        rows=config.global_batch_size // extent(BATCH_AXES, mesh),
+        rows=rows_at_once(config, mesh),
         heads=model.heads // mesh.shape["tensor"],
         kv_heads=model.kv_heads // mesh.shape["tensor"],
         head_dim=model.head_dim,
@@ -274,10 +290,14 @@ def describe(config: Config, mesh: Mesh, state: State) -> list[tuple[str, str]]:
     ]
 
 
+def rows_at_once(config: Config, mesh: Mesh) -> int:
+    """Sequences that are worked on together, of those that one part of `data` and `fsdp` has."""
+    return config.global_batch_size // config.accumulation // extent(BATCH_AXES, mesh)
+
+
 def hop_bytes(config: Config, mesh: Mesh) -> int:
     """Bytes that a device sends in one hop: K, V, and 8 bytes a token for position and segment."""
-    rows = config.global_batch_size // extent(BATCH_AXES, mesh)
-    tokens = rows * config.seq_len // mesh.shape["context"]
+    tokens = rows_at_once(config, mesh) * config.seq_len // mesh.shape["context"]
     heads = config.model.kv_heads // mesh.shape["tensor"]
     width = 2 * config.model.head_dim * np.dtype(jax.numpy.dtype(config.model.dtype)).itemsize
     return tokens * (heads * width + 8)

@@ -1,7 +1,7 @@
 """`ringflash check`: one batch of a config, computed in many ways that must agree, and a leak probe.
 
 Each way changes one thing of the config: the mesh, the strategy, the layout, the kernel, what the backward
-keeps, how documents are packed in rows, in how many pieces the batch is summed. The labels, the documents
+keeps, how documents are packed in rows, in how many parts the batch is summed. The labels, the documents
 and the parameters are the same, so loss and gradients must be, up to rounding.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringflash.assemble import batch_losses, loss_sum, make_data, make_model
+from ringflash.assemble import batch_losses, grads_of, make_data, make_model
 from ringflash.attention import LAYOUTS, ROW_LAYOUTS, STRATEGIES, order_rows
 from ringflash.config import Config, MeshConfig, device_count
 from ringflash.data.batch import Batch, concatenate, padding_rows, reorder, unpacked
@@ -117,6 +117,9 @@ def ways(config: Config, batch: Batch, devices: int) -> Iterator[Way]:
     for remat in REMAT:
         if remat != config.model.remat:
             yield Way(f"remat {remat}", changed("model", remat=remat))
+    for parts in (1, 2, 4):
+        if parts != config.accumulation:
+            yield Way(f"accumulation {parts}", dataclasses.replace(config, accumulation=parts))
     if len(batch.tokens_BT) > 1:
         yield Way("one row at a time", config, split_rows)
     alone = unpacked(batch)
@@ -132,7 +135,7 @@ def meshes(config: Config, devices: int) -> Iterator[MeshConfig]:
             fits = (
                 context * data * fsdp * tensor <= devices
                 and config.seq_len % (runs * context) == 0
-                and config.global_batch_size % (data * fsdp) == 0
+                and config.global_batch_size % (data * fsdp * config.accumulation) == 0
                 and config.model.kv_heads % tensor == 0
                 and config.model.mlp_width % tensor == 0
             )
@@ -159,28 +162,22 @@ def answer(way: Way, batch: Batch, devices: list[jax.Device]) -> Answer:
     config = way.config
     mesh, graph, params = begun(config, devices)
 
-    @jax.jit
-    def grads_of(params: Any, piece: Batch) -> Any:
-        def total(p: Any) -> jax.Array:
-            return loss_sum(graph, config.loss.chunk, mesh, p, piece).total
-
-        return jax.value_and_grad(total)(params)
-
+    run = jax.jit(grads_of(config, graph, mesh, jax.tree.map(lambda x: x.sharding, params)))
     count = max(1, int(batch.loss_mask_BT.sum()))
-    loss, sums = 0.0, None
+    loss, all_grads = 0.0, None
     for piece in way.pieces(batch):
-        value, grads = grads_of(params, laid_out(config, mesh, piece))
-        loss += float(value)
+        sums, grads = run(params, laid_out(config, mesh, piece))
+        loss += float(sums.total)
         host = jax.tree.map(lambda g: np.asarray(g, np.float64) / count, grads)
-        sums = host if sums is None else jax.tree.map(np.add, sums, host)
-    leaves = jax.tree_util.tree_leaves_with_path(sums)
+        all_grads = host if all_grads is None else jax.tree.map(np.add, all_grads, host)
+    leaves = jax.tree_util.tree_leaves_with_path(all_grads)
     named = {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}
     return Answer(loss / count, named)
 
 
 def laid_out(config: Config, mesh: Any, piece: Batch) -> Batch:
     """A piece on the mesh in the config's layout, filled up with padding rows."""
-    missing = -len(piece.tokens_BT) % extent(BATCH_AXES, mesh)
+    missing = -len(piece.tokens_BT) % (extent(BATCH_AXES, mesh) * config.accumulation)
     piece = concatenate([piece, padding_rows(missing, seq_len=piece.tokens_BT.shape[1])])
     order_BT = order_rows(
         config.attention.layout, piece.positions_BT, piece.segment_ids_BT, mesh.shape["context"]

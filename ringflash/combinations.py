@@ -114,11 +114,12 @@ def _multiple(name: str) -> Callable[[int, int], str | None]:
     return fault
 
 
-def _batch(batch: int, data: int, fsdp: int) -> str | None:
-    unit = data * fsdp
+def _batch(batch: int, accumulation: int, data: int, fsdp: int) -> str | None:
+    unit = accumulation * data * fsdp
     if batch % unit == 0:
         return None
-    return f"wanted a multiple of data * fsdp = {unit}; nearest: {_nearest(batch, unit)}"
+    name = "data * fsdp" if accumulation == 1 else "accumulation * data * fsdp"
+    return f"wanted a multiple of {name} = {unit}; nearest: {_nearest(batch, unit)}"
 
 
 def _seq_len(seq_len: int, context: int, layout: str) -> str | None:
@@ -168,7 +169,7 @@ COMBINATIONS = (
     Combination(("model.mlp_width", "mesh.tensor"), _multiple("tensor")),
     Combination(("model.head_dim",), _even),
     Combination(("model.vocab_size", "data.tokenizer"), _vocabulary),
-    Combination(("global_batch_size", "mesh.data", "mesh.fsdp"), _batch),
+    Combination(("global_batch_size", "accumulation", "mesh.data", "mesh.fsdp"), _batch),
     Combination(("seq_len", "mesh.context", "attention.layout"), _seq_len),
     Combination(("optimizer.warmup_steps", "optimizer.decay_steps"), _schedule),
 )

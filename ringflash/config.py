@@ -116,6 +116,7 @@ class Config:
     steps: int
     seq_len: int
     global_batch_size: int
+    accumulation: int
     log_every: int
     cpu_devices: int
     model: ModelConfig

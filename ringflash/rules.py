@@ -76,6 +76,7 @@ RULES: Mapping[str, Rule] = {
     "steps": at_least(1),
     "seq_len": at_least(1),
     "global_batch_size": at_least(1),
+    "accumulation": at_least(1),
     "log_every": at_least(1),
     "cpu_devices": between(1, 4096),
     "model.preset": one_of(PRESETS),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 Array = jax.Array
 
@@ -32,18 +33,68 @@ def init_state(params: Any, optimizer: optax.GradientTransformation) -> State:
     return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def make_step(
-    loss_sum: Callable[[Any, Any], LossSum], optimizer: optax.GradientTransformation
-) -> Callable[[State, Any], tuple[State, dict[str, Array]]]:
-    """step(state, batch) -> (state, metrics), where `loss_sum(params, batch)` is differentiated."""
+def make_grads(
+    loss_sum: Callable[[Any, Any], LossSum],
+    *,
+    accumulation: int = 1,
+    place: Callable[[Any], Any] = lambda grads: grads,
+) -> Callable[[Any, Any], tuple[LossSum, Any]]:
+    """grads(params, batch) -> (sums, gradients of the total), nothing divided by the count yet.
 
-    def mean(params: Any, batch: Any) -> tuple[Array, LossSum]:
-        found = loss_sum(params, batch)
-        # A batch of nothing but padding has loss 0 and gradient 0, not 0 / 0.
-        return found.total / jnp.maximum(found.targets, 1), found
+    accumulation: the batch is worked on in so many parts, one after another, and their gradients are added
+    up in fp32: only one part's activations exist at a time. Each dim 0 of the batch is a multiple of it.
+    place: puts such a sum where parameters lie; without it each device might hold all of it.
+    """
+
+    def whole(params: Any, batch: Any) -> tuple[LossSum, Any]:
+        def total(params: Any) -> tuple[Array, LossSum]:
+            found = loss_sum(params, batch)
+            return found.total, found
+
+        grads, found = jax.grad(total, has_aux=True)(params)
+        return found, grads
+
+    def in_parts(params: Any, batch: Any) -> tuple[LossSum, Any]:
+        def add(sums: tuple[LossSum, Any], part: Any) -> tuple[tuple[LossSum, Any], None]:
+            found, grads = jax.tree.map(
+                lambda a, b: a + b.astype(a.dtype), sums, whole(params, part)
+            )
+            return (found, place(grads)), None
+
+        found, grads = jax.eval_shape(whole, params, parts_of(batch, accumulation, 0))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+        start = nothing, place(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), grads))
+        return lax.scan(add, start, parts_of(batch, accumulation))[0]
+
+    return whole if accumulation == 1 else in_parts
+
+
+def parts_of(batch: Any, count: int, which: int | None = None) -> Any:
+    """Arrays [B, ...] as [count, B / count, ...], or the part `which` of them.
+
+    Part n has the rows n, n + count, ...: of each device's rows as many as of any other's, so none moves.
+    """
+
+    def cut(x: Array) -> Array:
+        parts = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+        return parts if which is None else parts[which]
+
+    return jax.tree.map(cut, batch)
+
+
+def make_step(
+    grads_of: Callable[[Any, Any], tuple[LossSum, Any]], optimizer: optax.GradientTransformation
+) -> Callable[[State, Any], tuple[State, dict[str, Array]]]:
+    """step(state, batch) -> (state, metrics); `grads_of` as `make_grads` makes it."""
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, Array]]:
-        (loss, found), grads = jax.value_and_grad(mean, has_aux=True)(state.params, batch)
+        found, sums = grads_of(state.params, batch)
+        # A batch of nothing but padding has loss 0 and gradient 0, not 0 / 0.
+        count = jnp.maximum(found.targets, 1).astype(jnp.float32)
+        loss = found.total / count
+        grads = jax.tree.map(
+            lambda g, p: (g.astype(jnp.float32) / count).astype(p.dtype), sums, state.params
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {

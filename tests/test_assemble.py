@@ -31,6 +31,7 @@ CASES = {
 }
 CASES["8, striped"] = {"attention__layout": "striped"}
 CASES["8, balanced"] = {"attention__layout": "balanced"}
+CASES["8, in two parts"] = {"accumulation": 2}
 CASES["8, all_gather"] = {"attention__strategy": "all_gather"}
 
 GOLDEN = {

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from ringflash.step import LossSum, init_state, make_step
+from ringflash.step import LossSum, init_state, make_grads, make_step
 
 X_TD = jnp.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]])
 
@@ -18,7 +18,7 @@ def loss_sum(params, mask_T):
 def step_of(learning_rate=0.5):
     optimizer = optax.sgd(learning_rate)
     state = init_state({"w": jnp.array([1.0, 3.0])}, optimizer)
-    return jax.jit(make_step(loss_sum, optimizer)), state
+    return jax.jit(make_step(make_grads(loss_sum), optimizer)), state
 
 
 def test_the_loss_is_a_sum_over_a_count():
@@ -47,3 +47,32 @@ def test_parameters_that_overflow_are_seen_in_the_same_step():
     _, metrics = step(state, jnp.ones(3, bool))
     assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
     assert not np.isfinite(metrics["train/param_norm"])
+
+
+@pytest.mark.parametrize("accumulation", [2, 3, 6])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_are_the_whole_however_few_of_their_targets_count(accumulation, dtype):
+    """One denominator for all: a mean of means would weigh the targets of a poor part more."""
+    draw = np.random.default_rng(0)
+    params = {"w": jnp.asarray(draw.normal(size=4), dtype)}
+    batch = jnp.asarray(draw.normal(size=(12, 4)), jnp.float32), jnp.arange(12) % 4 == 0
+
+    def loss_sum(params, batch):
+        x_BD, mask_B = batch
+        losses_B = (x_BD * params["w"].astype(jnp.float32) ** 2).sum(-1)
+        return LossSum(jnp.where(mask_B, losses_B, 0.0).sum(), mask_B.sum())
+
+    optimizer = optax.sgd(0.5)
+    state = init_state(params, optimizer)
+    wanted, whole = jax.jit(make_step(make_grads(loss_sum), optimizer))(state, batch)
+    in_parts = make_step(make_grads(loss_sum, accumulation=accumulation), optimizer)
+    found, metrics = jax.jit(in_parts)(state, batch)
+    limit = 1e-6 if dtype == "float32" else 1e-2
+    assert found.params["w"].dtype == dtype
+    np.testing.assert_allclose(
+        found.params["w"].astype(jnp.float32), wanted.params["w"].astype(jnp.float32), rtol=limit
+    )
+    assert metrics["train/tokens"] == whole["train/tokens"] == 3
+    assert float(metrics["train/loss"]) == pytest.approx(float(whole["train/loss"]), rel=1e-6)
+    norm = float(whole["train/grad_norm"])
+    assert float(metrics["train/grad_norm"]) == pytest.approx(norm, rel=limit)

@@ -83,6 +83,7 @@ class OptimizerConfig:
     beta1: float
     beta2: float
     clip_norm: float
+    max_skipped: int
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.beta1": FRACTION_BELOW_1,
     "optimizer.beta2": FRACTION_BELOW_1,
     "optimizer.clip_norm": above(0),
+    "optimizer.max_skipped": at_least(0),
     "loss.chunk": at_least(1),
     "checkpoint.every": at_least(0),
     "checkpoint.keep": at_least(1),

@@ -31,6 +31,7 @@ class Run:
     step: int
     saved: int
     program: Any = None  # parts.step, once it is compiled
+    skipped: int = 0  # updates in a row that were left out, up to this step
 
     def save(self) -> None:
         """Start a checkpoint of this step: state, data position and config together."""

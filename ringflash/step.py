@@ -85,7 +85,11 @@ def parts_of(batch: Any, count: int, which: int | None = None) -> Any:
 def make_step(
     grads_of: Callable[[Any, Any], tuple[LossSum, Any]], optimizer: optax.GradientTransformation
 ) -> Callable[[State, Any], tuple[State, dict[str, Array]]]:
-    """step(state, batch) -> (state, metrics); `grads_of` as `make_grads` makes it."""
+    """step(state, batch) -> (state, metrics); `grads_of` as `make_grads` makes it.
+
+    Where the loss or the gradient is not finite, parameters and optimizer stay as they were: the step is
+    skipped, the schedule's count too, and `train/skipped` is 1.
+    """
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, Array]]:
         found, sums = grads_of(state.params, batch)
@@ -95,13 +99,19 @@ def make_step(
         grads = jax.tree.map(
             lambda g, p: (g.astype(jnp.float32) / count).astype(p.dtype), sums, state.params
         )
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # global values: the same on every host
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        new = optax.apply_updates(state.params, updates), opt_state
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
+        )
         metrics = {
             "train/loss": loss,
-            "train/grad_norm": optax.tree.norm(grads),
+            "train/grad_norm": norm,
             "train/param_norm": optax.tree.norm(params),
             "train/tokens": found.targets,
+            "train/skipped": (~finite).astype(jnp.int32),
         }
         return State(params, opt_state, state.step + 1), metrics
 

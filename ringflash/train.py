@@ -6,6 +6,7 @@ nothing is gained by running ahead, and a stop or a non-finite loss is seen at o
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ from ringflash.observe.table import table
 from ringflash.preemption import StopRequest, stop_requested
 from ringflash.run import Run, begin, put_together
 
+log = logging.getLogger(__name__)
+
+FINITE = ("train/loss", "train/grad_norm", "train/param_norm")
 FIRST = 1  # the step after which the first evaluation is made, to compare the last one with
 
 
@@ -68,8 +72,8 @@ def loop(run: Run, out: writers.Writer, stop: StopRequest) -> None:
             if run.step == FIRST or due(run.config.eval.every, run.step):
                 evaluate(run, out, shown)
             metrics = update(run)
-            check_finite(run.step, metrics)
-            if run.step in (FIRST, steps) or due(run.config.log_every, run.step):
+            skipped = check_finite(run, metrics)
+            if skipped or run.step in (FIRST, steps) or due(run.config.log_every, run.step):
                 shown.update(run.step, metrics)
                 out.write(run.step, metrics)
             run.checkpoints.check_errors()
@@ -118,11 +122,23 @@ def next_batch(run: Run) -> Batch:
         raise DataFault(f"{what}; step {run.step} is saved" if run.step else what) from error
 
 
-def check_finite(step: int, metrics: Mapping[str, float]) -> None:
-    """Raise Diverged for a loss, gradient or parameter that is not finite, before it is saved."""
-    for name in ("train/loss", "train/grad_norm", "train/param_norm"):
-        if not math.isfinite(metrics[name]):
-            raise Diverged(f"{name} is {metrics[name]} at step {step}, which is not saved")
+def check_finite(run: Run, metrics: Mapping[str, float]) -> bool:
+    """Whether the step was skipped, because its loss or gradient is not finite.
+
+    Raises Diverged where too many were in a row, and for a parameter that is not finite.
+    """
+    odd = [name for name in FINITE if not math.isfinite(metrics[name])]
+    if not odd:
+        run.skipped = 0
+        return False
+    run.skipped += 1
+    told = f"{odd[0]} is {metrics[odd[0]]} at step {run.step}"
+    most = run.config.optimizer.max_skipped
+    if not metrics["train/skipped"] or run.skipped > most:
+        row = f"; {run.skipped} in a row, of optimizer.max_skipped = {most}" if most else ""
+        raise Diverged(f"{told}, which is not saved{row}")
+    log.warning("%s: no update, %d in a row (at most %d)", told, run.skipped, most)
+    return True
 
 
 def due(every: int, step: int) -> bool:

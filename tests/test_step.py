@@ -46,7 +46,20 @@ def test_parameters_that_overflow_are_seen_in_the_same_step():
     step, state = step_of(learning_rate=1e38)
     _, metrics = step(state, jnp.ones(3, bool))
     assert np.isfinite([metrics["train/loss"], metrics["train/grad_norm"]]).all()
+    assert metrics["train/skipped"] == 0
     assert not np.isfinite(metrics["train/param_norm"])
+
+
+@pytest.mark.parametrize("odd", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_count(odd):
+    optimizer = optax.adam(0.5)
+    step = jax.jit(make_step(make_grads(lambda p, x: LossSum((p * x).sum(), x.size)), optimizer))
+    state, _ = step(init_state(jnp.ones(3), optimizer), jnp.arange(3.0))
+    after, metrics = step(state, jnp.array([1.0, odd, 1.0]))
+    assert metrics["train/skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, after._replace(step=0), state._replace(step=0))
+    assert after.step == state.step + 1
+    assert step(after, jnp.arange(3.0))[1]["train/skipped"] == 0
 
 
 @pytest.mark.parametrize("accumulation", [2, 3, 6])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -301,7 +302,11 @@ def test_documents_that_vanish_are_told_and_what_was_done_is_saved(tmp_path, mon
 
 
 def test_a_run_that_diverges_saves_nothing_of_it(source, tmp_path):
-    changes = {"optimizer__learning_rate": 1e16, "checkpoint__every": 1}
+    changes = {
+        "optimizer__learning_rate": 1e16,
+        "checkpoint__every": 1,
+        "optimizer__max_skipped": 0,
+    }
     reason = "train/loss is nan at step 2, which is not saved"
     with pytest.raises(Diverged, match=reason) as stop:
         start(tmp_path / "run", source, **changes)
@@ -311,13 +316,50 @@ def test_a_run_that_diverges_saves_nothing_of_it(source, tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("name", ["train/loss", "train/grad_norm", "train/param_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stops_the_run_before_it_is_saved(name, value):
-    finite = {"train/loss": 1.0, "train/grad_norm": 0.0, "train/param_norm": 1e30}
-    module.check_finite(3, finite)
-    with pytest.raises(Diverged, match=f"{name} is {value} at step 3"):
-        module.check_finite(3, finite | {name: value})
+@pytest.mark.parametrize("name", ["train/loss", "train/grad_norm"])
+def test_steps_that_are_not_finite_are_skipped_but_not_for_ever(source, name, value):
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, optimizer__max_skipped=2))
+    good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
+    bad = good | {name: value, "train/skipped": 1}
+    assert [module.check_finite(run, each) for each in (bad, bad, good, bad, bad)] == [
+        *(True, True, False),
+        *(True, True),
+    ]
+    with pytest.raises(Diverged, match=rf"{name} is {value} at step 3.*3 in a row, of .* = 2"):
+        module.check_finite(run, bad)
+
+
+def test_parameters_that_are_not_finite_stop_the_run_at_once(source):
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, optimizer__max_skipped=2))
+    metrics = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
+    with pytest.raises(Diverged, match="train/param_norm is inf at step 3, which is not saved"):
+        module.check_finite(run, metrics | {"train/param_norm": float("inf")})
+
+
+def test_a_run_goes_on_after_a_step_that_is_not_finite(source, tmp_path, monkeypatch, capsys):
+    """As if the batch of step 2 had not been: one update less, and the schedule one behind."""
+    real = module.update
+
+    def poisoned(run):
+        if run.step != 1:
+            return real(run)
+        good = run.state
+        run.state = good._replace(params=jax.tree.map(lambda x: x * np.nan, good.params))
+        kept = jax.tree.map(np.asarray, good)
+        metrics = real(run)
+        run.state = jax.device_put(kept, jax.tree.map(lambda x: x.sharding, run.state))
+        return metrics
+
+    monkeypatch.setattr(module, "update", poisoned)
+    start(tmp_path / "run", source)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    skipped = [(line["step"], line["train/skipped"]) for line in lines if "train/skipped" in line]
+    assert skipped == [(n, float(n == 2)) for n in range(1, STEPS + 1)]
+    assert (
+        "train/loss is nan at step 2: no update, 1 in a row"
+        in (tmp_path / "run" / "log.txt").read_text()
+    )
 
 
 def test_eval_scores_the_newest_checkpoint(uncut, source, tmp_path, capsys):

@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
     config.seq_len = 32768  # tokens in a sequence, over all shards; see attention.layout
     config.global_batch_size = 8  # sequences in a step; a multiple of data * fsdp * accumulation
     config.accumulation = 1  # parts in which a step's sequences are worked on, one after another
+    config.max_skipped = 3  # steps in a row left out as not finite; one more: exit 5
     config.log_every = 10  # steps between two logged lines; at least 1
     config.cpu_devices = 8  # devices to simulate where there are only CPUs; 1 to 4096
 
@@ -68,7 +69,6 @@ def get_config() -> ConfigDict:
     config.optimizer.beta1 = 0.9  # AdamW's decay of the mean gradient; 0 to below 1
     config.optimizer.beta2 = 0.95  # AdamW's decay of the mean squared gradient; 0 to below 1
     config.optimizer.clip_norm = 1.0  # the gradient's global norm is clipped to this; above 0
-    config.optimizer.max_skipped = 3  # steps in a row left out as not finite; one more: exit 5
 
     config.loss = ConfigDict(type_safe=False)
     config.loss.chunk = 1024  # tokens of a shard whose logits exist at one time; at least 1

@@ -83,7 +83,6 @@ class OptimizerConfig:
     beta1: float
     beta2: float
     clip_norm: float
-    max_skipped: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,7 @@ class Config:
     seq_len: int
     global_batch_size: int
     accumulation: int
+    max_skipped: int
     log_every: int
     cpu_devices: int
     model: ModelConfig

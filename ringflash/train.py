@@ -133,9 +133,9 @@ def check_finite(run: Run, metrics: Mapping[str, float]) -> bool:
         return False
     run.skipped += 1
     told = f"{odd[0]} is {metrics[odd[0]]} at step {run.step}"
-    most = run.config.optimizer.max_skipped
+    most = run.config.max_skipped
     if not metrics["train/skipped"] or run.skipped > most:
-        row = f"; {run.skipped} in a row, of optimizer.max_skipped = {most}" if most else ""
+        row = f"; {run.skipped} in a row, of max_skipped = {most}" if most else ""
         raise Diverged(f"{told}, which is not saved{row}")
     log.warning("%s: no update, %d in a row (at most %d)", told, run.skipped, most)
     return True

@@ -305,7 +305,7 @@ def test_a_run_that_diverges_saves_nothing_of_it(source, tmp_path):
     changes = {
         "optimizer__learning_rate": 1e16,
         "checkpoint__every": 1,
-        "optimizer__max_skipped": 0,
+        "max_skipped": 0,
     }
     reason = "train/loss is nan at step 2, which is not saved"
     with pytest.raises(Diverged, match=reason) as stop:
@@ -319,7 +319,7 @@ def test_a_run_that_diverges_saves_nothing_of_it(source, tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["train/loss", "train/grad_norm"])
 def test_steps_that_are_not_finite_are_skipped_but_not_for_ever(source, name, value):
-    run = SimpleNamespace(step=3, skipped=0, config=configured(source, optimizer__max_skipped=2))
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     bad = good | {name: value, "train/skipped": 1}
     assert [module.check_finite(run, each) for each in (bad, bad, good, bad, bad)] == [
@@ -331,7 +331,7 @@ def test_steps_that_are_not_finite_are_skipped_but_not_for_ever(source, name, va
 
 
 def test_parameters_that_are_not_finite_stop_the_run_at_once(source):
-    run = SimpleNamespace(step=3, skipped=0, config=configured(source, optimizer__max_skipped=2))
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     metrics = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     with pytest.raises(Diverged, match="train/param_norm is inf at step 3, which is not saved"):
         module.check_finite(run, metrics | {"train/param_norm": float("inf")})

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringflash.assemble import batch_losses, grads_of, make_data, make_model
+from ringflash.assemble import make_data
 from ringflash.attention import LAYOUTS, ROW_LAYOUTS, STRATEGIES, order_rows
+from ringflash.build import batch_losses, grads_of, make_model
 from ringflash.config import Config, MeshConfig, device_count
 from ringflash.data.batch import Batch, concatenate, padding_rows, reorder, unpacked
 from ringflash.exits import Unequal

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_parts, write_documents
 
-from ringflash.assemble import hop_bytes, make_model, restore_model, strategy_of
 from ringflash.attention import LAYOUTS
+from ringflash.build import hop_bytes, make_model, restore_model, strategy_of
 from ringflash.data.batch import concatenate, label_row, reorder
 from ringflash.data.tokenizers import ByteTokenizer
 from ringflash.mesh import make_mesh

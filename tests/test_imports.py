@@ -21,6 +21,7 @@ COMPONENTS = {
     "ringflash.combinations": "checks",
     "ringflash.evaluate.run": "eval",
     "ringflash.ring_order": "torus",
+    "ringflash.build": "assemble",
     "ringflash.plan.attention": "planning",
     "ringflash.plan.options": "planning",
     "ringflash.plan.rows": "planning",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import tiny, tiny_parts
 
-from ringflash.assemble import make_model, restore_model
+from ringflash.build import make_model, restore_model
 from ringflash.data.tokenizers import ByteTokenizer
 from ringflash.evaluate.perplexity import Score, bucket_sums, edges, measure, metrics
 from ringflash.mesh import make_mesh

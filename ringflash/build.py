@@ -1,0 +1,200 @@
+"""From a configuration to the training step: the model, its loss, its update. No data, no devices touched.
+
+What is jitted for a run is what `ringflash plan` compiles for a slice that is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringflash.attention import (
+    Axes,
+    Causal,
+    Segments,
+    Spec,
+    Tokens,
+    attend,
+    compiler_options,
+    make_kernel,
+)
+from ringflash.attention.attend import request
+from ringflash.config import Config
+from ringflash.data.batch import Batch
+from ringflash.loss import summed_loss, token_losses
+from ringflash.mesh import BATCH, BATCH_AXES, extent, shardings
+from ringflash.model.transformer import Decoder
+from ringflash.optimizer import make_optimizer
+from ringflash.plan.auto import Choice, strategy_for
+from ringflash.step import LossSum, State, init_state, make_grads, make_step
+
+log = logging.getLogger(__name__)
+
+Array = jax.Array
+ATTENTION_AXES = Axes(BATCH_AXES, ("context",), ("tensor",))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A training step and its state. `abstract_state` has the shape, dtype and sharding of every leaf."""
+
+    graph: nnx.GraphDef
+    abstract_state: State
+    init: jax.stages.Wrapped  # () -> State
+    step: jax.stages.Wrapped  # (State, Batch) -> (State, metrics); the state is donated
+
+
+def build(config: Config, mesh: Mesh) -> Built:
+    """The step of this configuration on this mesh, whose devices need not be there."""
+    graph, init_params = make_model(config, mesh)
+    optimizer = make_optimizer(config.optimizer)
+
+    def init() -> State:
+        return init_state(init_params(), optimizer)
+
+    abstract = jax.eval_shape(init)
+    placed = shardings(abstract, mesh)
+    step = jax.jit(
+        make_step(grads_of(config, graph, mesh, placed.params), optimizer),
+        donate_argnums=0,
+        out_shardings=(placed, NamedSharding(mesh, P())),
+        compiler_options=compiler_options(mesh),
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
+    )
+    return Built(graph, abstract, jax.jit(init, out_shardings=placed), step)
+
+
+def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], Any]]:
+    """The model's structure, and the function that draws its parameters."""
+
+    def attention(
+        q: Array, k: Array, v: Array, positions_BT: Array, segment_ids_BT: Array
+    ) -> Array:
+        return attend(
+            q,
+            k,
+            v,
+            at=Tokens(positions_BT, segment_ids_BT),
+            mask=Causal(),
+            kernel=config.attention.kernel,
+            strategy=strategy_of(config, mesh).strategy,
+            mesh=mesh,
+            axes=ATTENTION_AXES,
+        )
+
+    def build() -> Decoder:
+        return Decoder(config.model, attention, nnx.Rngs(config.seed))
+
+    graph = nnx.graphdef(nnx.eval_shape(build))
+    return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
+
+
+def restore_model(graph: nnx.GraphDef, params: Any, mesh: Mesh) -> Decoder:
+    """The model with these parameters, the embedding gathered whole.
+
+    Tokens are looked up in a table that is split as parameters are, over context too, by gathering
+    the tokens of the whole sequence instead.
+    """
+    whole = jax.lax.with_sharding_constraint(params["embedding_VD"], NamedSharding(mesh, P()))
+    model = nnx.merge(graph, params | {"embedding_VD": whole})
+    assert isinstance(model, Decoder)
+    return model
+
+
+def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> LossSum:
+    """The loss over the batch, as sum and count."""
+    model = restore_model(graph, params, mesh)
+    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+    total = summed_loss(
+        x_BTD,
+        model.unembedding(),
+        batch.targets_BT,
+        batch.loss_mask_BT,
+        chunk=chunk,
+        mesh=mesh,
+        axes=BATCH,
+    )
+    return LossSum(total, batch.loss_mask_BT.sum())
+
+
+def grads_of(
+    config: Config, graph: nnx.GraphDef, mesh: Mesh, placed: Any
+) -> Callable[[Any, Batch], tuple[LossSum, Any]]:
+    """(params, batch) -> sums and gradients, as a step has them. placed: the shardings of the parameters."""
+    return make_grads(
+        partial(loss_sum, graph, config.loss.chunk, mesh),
+        accumulation=config.accumulation,
+        place=lambda grads: jax.lax.with_sharding_constraint(grads, placed),
+    )
+
+
+def batch_losses(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> Array:
+    """The loss of each target in nats, [B, T]."""
+    model = restore_model(graph, params, mesh)
+    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
+    return token_losses(
+        x_BTD, model.unembedding(), batch.targets_BT, chunk=chunk, mesh=mesh, axes=BATCH
+    )
+
+
+def serving_kernel(config: Config, mesh: Mesh) -> str:
+    """The kernel that will run. Raises ValueError, with each candidate's reason, where none can."""
+    model = config.model
+
+    def rows(heads: int) -> jax.ShapeDtypeStruct:
+        shape = (
+            config.global_batch_size // config.accumulation,
+            config.seq_len,
+            heads,
+            model.head_dim,
+        )
+        return jax.ShapeDtypeStruct(shape, model.dtype)
+
+    q, kv = rows(model.heads), rows(model.kv_heads)
+    asked = request(q, kv, kv, Spec(Causal() & Segments()), mesh, ATTENTION_AXES)
+    return make_kernel(config.attention.kernel, asked).name
+
+
+@functools.cache
+def strategy_of(config: Config, mesh: Mesh) -> Choice:
+    """What shards meet by; for "auto" the quickest by forecast, which is logged, once."""
+    model, attention = config.model, config.attention
+    if attention.strategy != "auto":
+        return Choice(attention.strategy, "")
+    choice = strategy_for(
+        mesh,
+        Causal(),
+        attention.layout,
+        seq_len=config.seq_len,
+        rows=rows_at_once(config, mesh),
+        heads=model.heads // mesh.shape["tensor"],
+        kv_heads=model.kv_heads // mesh.shape["tensor"],
+        head_dim=model.head_dim,
+    )
+    log.info("attention strategy auto: %s (%s)", choice.strategy, choice.why)
+    return choice
+
+
+def rows_at_once(config: Config, mesh: Mesh) -> int:
+    """Sequences that are worked on together, of those that one part of `data` and `fsdp` has."""
+    return config.global_batch_size // config.accumulation // extent(BATCH_AXES, mesh)
+
+
+def hop_bytes(config: Config, mesh: Mesh) -> int:
+    """Bytes that a device sends in one hop: K, V, and 8 bytes a token for position and segment."""
+    tokens = rows_at_once(config, mesh) * config.seq_len // mesh.shape["context"]
+    heads = config.model.kv_heads // mesh.shape["tensor"]
+    width = 2 * config.model.head_dim * np.dtype(jax.numpy.dtype(config.model.dtype)).itemsize
+    return tokens * (heads * width + 8)

@@ -232,6 +232,11 @@ def resolve(values: ConfigDict) -> Config:
     return _build(Config, {**values, "model": filled})
 
 
+def from_json(values: Mapping[str, Any]) -> Config:
+    """The inverse of `dataclasses.asdict`."""
+    return _build(Config, values)
+
+
 def _build(section: Any, values: Mapping[str, Any]) -> Any:
     """A dataclass of the tree from its part of the values; an int given for a float is cast."""
     built = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+
+import numpy as np
 
 from ringflash.plan.hlo import Computation, Instruction, Module
 
@@ -21,7 +24,10 @@ PUT = "ringflash_put"  # attention.kernels.mosaic.put
 KERNEL = 'custom_call_target="tpu_custom_call"'
 PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
-IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
+IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# As a newer compiler writes them: the axes of a mesh, and which of them a group goes over.
+MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, *device_ids=\(([\d,]+)\))? *\{([^}]*)\}")
+AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 
 def collective_of(module: Module, one: Instruction) -> Instruction | None:
@@ -68,13 +74,32 @@ def held(one: Instruction) -> int:
     return sum(each)
 
 
-def group_of(one: Instruction, devices: int) -> int:
-    """How many devices exchange with one another."""
-    iota, groups = IOTA.search(one.rest), GROUPS.search(one.rest)
+def group_of(one: Instruction, devices: int) -> np.ndarray:
+    """The devices that exchange with one another, of the first group."""
+    iota, groups, mesh = (form.search(one.rest) for form in (IOTA, GROUPS, MESH))
+    if mesh:
+        axes = {name: int(size) for name, size in AXIS.findall(mesh[1])}
+        return first_along(axes, re.findall(r"\w+", mesh[3]), mesh[2])
     if iota:
-        return int(iota[2])
+        dims = numbers(iota[3])
+        turned = np.arange(math.prod(dims)).reshape(dims)
+        turned = turned.transpose(numbers(iota[4])) if iota[4] else turned
+        return turned.reshape(int(iota[1]), int(iota[2]))[0]
     sets = re.findall(r"\{([\d,]+)\}", groups[1]) if groups else []
-    return sets[0].count(",") + 1 if sets else devices
+    return np.array(numbers(sets[0])) if sets else np.arange(devices)
+
+
+def first_along(axes: dict[str, int], over: list[str], ids: str | None) -> np.ndarray:
+    """The first group over the axes named, of a mesh of these sizes; ids: its devices, in order."""
+    sizes = list(axes.values())
+    devices = np.array(numbers(ids)) if ids else np.arange(math.prod(sizes))
+    where = tuple(slice(None) if name in over else 0 for name in axes)
+    return devices.reshape(sizes)[where].reshape(-1)
+
+
+def numbers(text: str) -> list[int]:
+    """Of a comma list."""
+    return [int(n) for n in text.split(",")]
 
 
 def is_kernel(one: Instruction) -> bool:

@@ -22,6 +22,8 @@ ONE = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-<>]+)"
 )
 MANY = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+UNKNOWN = 2**62  # cycles: the compiler writes the largest number where it has no estimate
 BYTES = {"pred": 1, "bf16": 2, "token": 0}
 
 
@@ -56,6 +58,12 @@ class Instruction:
         """JAX's name stack, or nothing."""
         found = SCOPE.search(self.rest)
         return found[1] if found else ""
+
+    @property
+    def cycles(self) -> int:
+        """Of one TensorCore, as the compiler estimates them; 0 where it does not."""
+        found = CYCLES.search(self.rest)
+        return int(found[1]) if found and int(found[1]) < UNKNOWN else 0
 
     def called(self, *roles: str) -> list[str]:
         """The computations that it names, in order; with `roles`, those named so."""

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ringflash.plan.collectives import (
     collective_of,
     done_of,
@@ -60,8 +62,11 @@ class Transfer:
     place: Place
     pairs: tuple[tuple[int, int], ...] = ()  # of a permute
     group: int = 0  # of any other: how many devices take part
+    span: int = 0  # of any other: how far apart in the mesh's order its devices lie, at most
     synchronous: bool = False
     kernels: tuple[str, ...] = ()  # instructions between its start and its done
+    cycles: int = 0  # what the compiler estimates for XLA's instructions between the two
+    scope: str = ""
 
     @property
     def overlapped(self) -> bool:
@@ -74,7 +79,7 @@ class Call:
     """A Pallas kernel, by its own name, or something that XLA computes on one device, by the instruction's.
 
     bytes: of its results.  traffic: read from HBM and written to it, at most; of XLA's alone.
-    moves: whether it only puts bytes elsewhere.
+    moves: whether it only puts bytes elsewhere.  cycles: as the compiler estimates them; 0: it does not.
     """
 
     name: str
@@ -82,6 +87,8 @@ class Call:
     bytes: int = 0
     traffic: int = 0
     moves: bool = False
+    cycles: int = 0
+    scope: str = ""
 
 
 @dataclass
@@ -128,7 +135,9 @@ def note(program: Program, module: Module, computation: Computation, at: int, pl
     elif one.opcode not in FREE and not one.opcode.endswith(("-start", "-done", "-update")):
         codes = codes_of(module, one)
         moved = traffic(computation, one, codes)
-        program.others.append(Call(one.name, place, sum(one.results), moved, is_move(codes)))
+        program.others.append(
+            Call(one.name, place, sum(one.results), moved, is_move(codes), one.cycles, one.scope)
+        )
 
 
 def transfer(
@@ -143,15 +152,19 @@ def transfer(
     end = done_of(computation, at)
     between = computation.instructions[at + 1 : end] if end else []
     pairs = pairs_of(inner)
+    group = np.zeros(1, int) if pairs else group_of(inner, devices)
     return Transfer(
         name=computation.instructions[at].name,
         kind=inner.opcode.removesuffix("-start"),
         bytes=held(inner),
         place=place,
         pairs=pairs,
-        group=0 if pairs else group_of(inner, devices),
+        group=0 if pairs else len(group),
+        span=int(group.max() - group.min()),
         synchronous=end is None,
         kernels=tuple(name for x in between for name in kernels_in(module, x)),
+        cycles=sum(x.cycles for x in between),
+        scope=inner.scope or computation.instructions[at].scope,
     )
 
 

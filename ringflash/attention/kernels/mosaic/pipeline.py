@@ -168,7 +168,10 @@ def in_hbm(xs: Sequence[Array], *, interpret: Any) -> list[Array]:
     each is compiled; in a ring it would wait for a transfer that is to go on meanwhile."""
     if interpret:  # which knows no memories
         return list(xs)
-    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in xs]
+    # Together: JAX moves what depends on no layer out of a scan over layers, and there it can make no array
+    # that has a memory. What is behind the barrier depends on the queries, and stays.
+    together = lax.optimization_barrier(list(xs))
+    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in together]
 
 
 def like(x: Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,218 @@
+"""The training step of a configuration, compiled for a slice that is not there, and what is in it.
+
+It is the very function that a run jits (`build`), on a mesh made as a run makes it. `compiled` is the
+parent's side, `compile_all` the child's. Arrays are abstract: nothing is computed, no data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ringflash import config as configs
+from ringflash.attention import compiler_options
+from ringflash.build import Built, build, strategy_of
+from ringflash.config import Config
+from ringflash.data.batch import Batch
+from ringflash.mesh import BATCH, make_mesh
+from ringflash.plan import memory, program
+from ringflash.plan.compiler import in_child
+from ringflash.plan.memory import Buffer
+from ringflash.plan.program import Program
+from ringflash.ring_order import ring_hops
+
+SECONDS_A_STEP = 1800
+FLAGS = "--xla_jf_dump_to="  # no schedules: they would take several times as long as the compiler
+FULL = "RESOURCE_EXHAUSTED"
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Where:
+    """A slice, or several joined by the data centre's network: `cpu:8` for simulated devices.
+
+    topology: of one slice, as the compiler calls it.
+    """
+
+    topology: str
+    slices: int = 1
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Of one compiled step; sizes in bytes of one device.
+
+    total_bytes: what it needs at its peak, arguments included; temporaries: that less the state and the
+    batch.  fits: whether the compiler found room.  program: None where it did not: then there is no code.
+    """
+
+    mesh: dict[str, int]
+    strategy: str
+    fits: bool
+    total_bytes: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    code_bytes: int
+    host_bytes: int
+    buffers: tuple[Buffer, ...]
+    compile_seconds: float
+    hop_links: int | None
+    program: Program | None
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Gradients, activations, and all else that is not there between two steps."""
+        return self.total_bytes - self.parameter_bytes - self.optimizer_bytes - self.batch_bytes
+
+
+def compiled(asked: Sequence[tuple[Config, Where]]) -> list[StepFacts | str]:
+    """The facts of each step, or why there are none. Raises what `in_child` does."""
+    values = [[dataclasses.asdict(config), dataclasses.asdict(where)] for config, where in asked]
+    told = in_child(
+        f"{__name__}:compile_all", values, seconds=SECONDS_A_STEP * len(asked), flags=FLAGS
+    )
+    return [one if isinstance(one, str) else from_json(one) for one in told]
+
+
+def compile_all(asked: list[list[dict[str, Any]]], dump: Path) -> list[dict[str, Any] | str]:
+    """In the child: facts as JSON has them, or what assembly or the compiler raised."""
+    told: list[dict[str, Any] | str] = []
+    for config, where in asked:
+        try:
+            facts = compile_one(configs.from_json(config), Where(**where), dump)
+            told.append(dataclasses.asdict(facts))
+        except Exception as refusal:  # whatever it is, it is the answer
+            told.append(f"{type(refusal).__name__}: {refusal}"[:2000])
+    return told
+
+
+def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
+    """In the child: one step. Raises ValueError for what cannot be put together."""
+    shutil.rmtree(dump)
+    dump.mkdir()
+    mesh = make_mesh(config.mesh, devices_of(where))
+    built = build(config, mesh)
+    lowered = built.step.lower(built.abstract_state, abstract_batch(config, mesh))
+    # The compiler writes the program itself: a newer libtpu's is not always one that jaxlib can read.
+    wanted: dict[str, str | bool] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    wanted |= compiler_options(mesh)
+    start = time.process_time()
+    try:
+        used = lowered.compile(compiler_options=wanted).memory_analysis()
+        assert used is not None
+    except jax.errors.JaxRuntimeError as refusal:
+        if FULL not in str(refusal):
+            raise
+        used = None
+    seconds = time.process_time() - start
+    sizes = argument_bytes(built, config, mesh)
+    return StepFacts(
+        mesh=dict(mesh.shape),
+        strategy=strategy_of(config, mesh).strategy,
+        fits=used is not None,
+        total_bytes=total_of(used, dump),
+        code_bytes=0 if used is None else used.generated_code_size_in_bytes,
+        host_bytes=0 if used is None else used.host_temp_size_in_bytes,
+        buffers=tuple(buffers(built, dump)),
+        compile_seconds=seconds,
+        hop_links=ring_hops(mesh),
+        program=None if used is None else program.read(written(dump, program_file(where))),
+        **sizes,
+    )
+
+
+def devices_of(where: Where) -> Sequence[Any]:
+    """Those of a slice that need not be there, or simulated ones."""
+    name, _, count = where.topology.partition(":")
+    if name == CPU:
+        jax.config.update("jax_num_cpu_devices", int(count))
+        return jax.devices(CPU)
+    # Loads the compiler: never in the parent.
+    from jax.experimental import topologies
+
+    more = {"num_slices": where.slices} if where.slices > 1 else {}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=where.topology, **more)
+    return found.devices
+
+
+def program_file(where: Where) -> str:
+    """The file with the scheduled program."""
+    return "after_optimizations.txt" if where.topology.startswith(CPU) else "after_codegen.txt"
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """A step's batch, shapes alone."""
+    shape = config.global_batch_size, config.seq_len
+    where = NamedSharding(mesh, BATCH)
+    kinds = {"loss_mask_BT": jnp.bool_}
+    return Batch(
+        **{
+            each.name: jax.ShapeDtypeStruct(shape, kinds.get(each.name, jnp.int32), sharding=where)
+            for each in dataclasses.fields(Batch)
+        }
+    )
+
+
+def argument_bytes(built: Built, config: Config, mesh: Mesh) -> dict[str, int]:
+    """What the state and the batch take of one device."""
+    state, batch = built.abstract_state, abstract_batch(config, mesh)
+    return {
+        "parameter_bytes": held(state.params),
+        "optimizer_bytes": held((state.opt_state, state.step)),
+        "batch_bytes": held(batch),
+    }
+
+
+def held(tree: Any) -> int:
+    """Bytes that one device has of abstract arrays."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def total_of(used: Any, dump: Path) -> int:
+    """The compiler's figure; of what does not fit, its report's."""
+    if used is None:
+        return memory.total_of(written(dump, "memory-usage-report.txt"))
+    own = used.output_size_in_bytes - used.alias_size_in_bytes
+    return int(used.argument_size_in_bytes + own + used.temp_size_in_bytes)
+
+
+def buffers(built: Built, dump: Path) -> list[Buffer]:
+    """The largest, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(built.abstract_state)
+    names = {
+        number: jax.tree_util.keystr(path, simple=True, separator=".")
+        for number, (path, _) in enumerate(leaves)
+    }
+    found = memory.slots(written(dump, "buffer-assignment.txt"))
+    origins = memory.Origins(written(dump, "after_optimizations.txt"))
+    return memory.largest(found, origins, names)
+
+
+def written(dump: Path, ending: str) -> str:
+    """What the compiler wrote of the step in the file that ends so; its own small programs are no step."""
+    found = [file for file in dump.glob(f"*{ending}") if "jit_step" in file.name]
+    if len(found) != 1:
+        raise ValueError(
+            f"wanted one file *jit_step*{ending} from the compiler, found {len(found)}"
+        )
+    return found[0].read_text()
+
+
+def from_json(values: dict[str, Any]) -> StepFacts:
+    """The inverse of `dataclasses.asdict`."""
+    found = values["program"] and program.from_json(values["program"])
+    parts = {"buffers": tuple(Buffer(**each) for each in values["buffers"]), "program": found}
+    return StepFacts(**{**values, **parts})

@@ -20,6 +20,7 @@ from ringflash.config import MeshConfig, origins, override, resolve, with_origin
 from ringflash.exits import ConfigFault, Stop
 from ringflash.observe.table import table
 from ringflash.plan import options as plan_options
+from ringflash.plan import step_options
 
 USAGE = "ringflash VERB --config=FILE.py[:ARG] --workdir=DIR [--config.KEY=VALUE ...]"
 VERBS = {
@@ -30,9 +31,9 @@ VERBS = {
 }
 TOOLS = {
     "bench": "Time attention beside that of others; takes no configuration.",
-    "plan": "Tell what attention does on a TPU slice that is not there; takes no configuration.",
+    "plan": "Tell whether a configuration fits a slice that is not there, and how fast it would be.",
 }
-TOOL_HELP = {"bench": bench_options.HELP, "plan": plan_options.HELP}
+TOOL_HELP = {"bench": bench_options.HELP, "plan": f"{step_options.HELP}\n{plan_options.HELP}"}
 NO_WORKDIR = ("check", "show-config")
 HELP = f"""usage: {USAGE}
 

@@ -25,6 +25,11 @@ COMPONENTS = {
     "ringflash.plan.attention": "planning",
     "ringflash.plan.options": "planning",
     "ringflash.plan.rows": "planning",
+    "ringflash.plan.step": "planning",
+    "ringflash.plan.step_options": "planning",
+    "ringflash.plan.step_rows": "planning",
+    "ringflash.plan.step_run": "planning",
+    "ringflash.plan.step_time": "planning",
     "ringflash.plan.run": "planning",
 }
 # A component imports itself and what stands lower. What is not named here is an ordinary one.

@@ -63,16 +63,39 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Of one forward and one backward, in seconds. exposed: of transfers, what stands under no kernel."""
+class Pass:
+    """One forward or one backward, in seconds. exposed: of transfers, what stands under no kernel."""
 
-    strategy: str
     kernel_seconds: float
     exposed_seconds: float
 
     @property
     def total_seconds(self) -> float:
         return self.kernel_seconds + self.exposed_seconds
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one layer."""
+
+    strategy: str
+    forward: Pass
+    backward: Pass
+
+    @property
+    def kernel_seconds(self) -> float:
+        """Of both."""
+        return self.forward.kernel_seconds + self.backward.kernel_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of both."""
+        return self.forward.exposed_seconds + self.backward.exposed_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Of one forward and one backward."""
+        return self.forward.total_seconds + self.backward.total_seconds
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.total_seconds * 1e3:.3g} ms"
@@ -107,24 +130,26 @@ def in_words(served: Sequence[Forecast], refused: Mapping[str, str]) -> str:
 
 def forecast(job: Job, strategy: str) -> Forecast:
     """Raises ValueError where the strategy cannot share the heads out."""
+    return Forecast(strategy, *(one_pass(job, strategy, name) for name in ("forward", "backward")))
+
+
+def one_pass(job: Job, strategy: str, direction: str) -> Pass:
+    """As `forecast`."""
     over = sizes(strategy, job.shards)
     inner, around = over["ulysses"], over["ring"]
     copies = key_copies(job.heads, job.kv_heads, inner)
     generation = GENERATIONS[job.generation]
     per_second = generation.cores * generation.clock_ghz * 1e9 / (job.rows * job.heads / inner)
     near = job.near(inner) if around > 1 else None
-    kernel = exposed = 0.0
-    for direction in ("forward", "backward"):
-        cost = tiles.cycles(job.generation, direction, job.head_dim)
-        hops = job.load.folded(inner).hops(cost, both_ways=around > 1, reach=near)
-        each = hops.reshape(len(hops) if near else around, -1, hops.shape[1]).sum(1).max(1)
-        each = each / per_second
-        kernel += float(each.sum())
-        exposed += exchanged(job, direction, inner, copies)
-        exposed += gathered(job, direction, over["all_gather"])
-        left = partial(left_over_near, near=near) if near else left_over
-        exposed += sum(left(job, direction, each, inner=inner, copies=copies))
-    return Forecast(strategy, kernel, exposed)
+    cost = tiles.cycles(job.generation, direction, job.head_dim)
+    hops = job.load.folded(inner).hops(cost, both_ways=around > 1, reach=near)
+    each = hops.reshape(len(hops) if near else around, -1, hops.shape[1]).sum(1).max(1)
+    each = each / per_second
+    left = partial(left_over_near, near=near) if near else left_over
+    exposed = exchanged(job, direction, inner, copies)
+    exposed += gathered(job, direction, over["all_gather"])
+    exposed += sum(left(job, direction, each, inner=inner, copies=copies))
+    return Pass(float(each.sum()), exposed)
 
 
 def left_over(

@@ -1,6 +1,7 @@
 """The TPU generations that can be compiled for, and what one TensorCore of each can do at most.
 
-Public figures of the makers; those of the slice (links, chips) are not here.
+Public figures of the makers, but for `hbm_gib`, which the compiler names when it finds no room; those of the
+slice (links, chips) are not here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Generation:
     flops_per_cycle: int  # bf16, by the matrix units
     clock_ghz: float
     hbm_tb_per_s: float
+    hbm_gib: float  # what the compiler lets a program have, of one device as compiled here
 
     @property
     def device_kinds(self) -> tuple[str, ...]:
@@ -43,11 +45,11 @@ class Generation:
 GENERATIONS = {
     each.name: each
     for each in (
-        Generation("v4", "v4:2x2x1", 1, 131_072, 1.05, 0.61),
-        Generation("v5e", "v5e:2x2", 1, 131_072, 1.5, 0.82),
-        Generation("v5p", "v5p:2x2x1", 2, 131_072, 1.75, 1.38),
-        Generation("v6e", "v6e:2x2", 1, 524_288, 1.75, 1.64),
-        Generation("7x", "tpu7x:2x2x1", 1, 524_288, 2.2, 3.69),
+        Generation("v4", "v4:2x2x1", 1, 131_072, 1.05, 0.61, 15.25),
+        Generation("v5e", "v5e:2x2", 1, 131_072, 1.5, 0.82, 15.75),
+        Generation("v5p", "v5p:2x2x1", 2, 131_072, 1.75, 1.38, 95.73),
+        Generation("v6e", "v6e:2x2", 1, 524_288, 1.75, 1.64, 31.24),
+        Generation("7x", "tpu7x:2x2x1", 1, 524_288, 2.2, 3.69, 94.74),
     )
 }
 

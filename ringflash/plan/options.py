@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     """`--name=value ...` as PlanOptions. Raises ConfigFault with all that is wrong."""
     taken, faults = flags.gather(arguments, value)
     if not taken.get("attention"):
-        faults.append("the plan of a whole step is not there yet: wanted --attention")
+        faults.append("wanted --config=FILE.py, for a whole step, or --attention")
     if "topology" not in taken and not any("--topology" in fault for fault in faults):
         faults.append("--topology is missing: wanted --topology=v6e:2x4, say")
     options = replace(PlanOptions(), **taken)

@@ -101,19 +101,26 @@ class Reading:
 
     def seconds(self, one: Transfer) -> float:
         """One execution of a collective."""
-        generation, shape = self.case.generation, links.shape_of(self.case.topology)
+        generation = self.case.generation
         if one.pairs:
             if any(a // self.shards != b // self.shards for a, b in one.pairs):
                 return links.dcn_seconds(one.bytes)
             taken = max(1, self.facts.hop_links or 1) * stride(one.pairs, self.shards)
             return links.hop_seconds(generation, one.bytes, taken)
-        n = one.group
-        if n < self.shards:
-            shape = (n,)
-        if "all-to-all" in one.kind:
-            return links.exchange_seconds(generation, one.bytes, shape)
-        times = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
-        return links.gather_seconds(generation, times.get(one.kind, 1) * one.bytes, shape)
+        return collective_seconds(one, generation, self.case.topology)
+
+
+def collective_seconds(one: Transfer, generation: str, topology: str) -> float:
+    """One execution of a collective within a slice; a group smaller than it is taken to lie in a line."""
+    shape, n = links.shape_of(topology), one.group
+    if one.pairs:
+        return links.hop_seconds(generation, one.bytes)
+    if n < links.chips(topology) * links.LINKS[generation].devices:
+        shape = (n,)
+    if "all-to-all" in one.kind:
+        return links.exchange_seconds(generation, one.bytes, shape)
+    times = {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+    return links.gather_seconds(generation, times.get(one.kind, 1) * one.bytes, shape)
 
 
 def stride(pairs: Iterable[tuple[int, int]], shards: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringflash.bench.peers import require_compared
 from ringflash.bench.report import Table, tell
-from ringflash.plan import load, rivals
+from ringflash.plan import load, rivals, step_run
 from ringflash.plan.attention import compiled
 from ringflash.plan.case import OURS, Case, Facts
 from ringflash.plan.compiler import CompilerFailed
@@ -27,6 +27,9 @@ def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
 
     Raises ConfigFault for arguments that are wrong, before anything is compiled.
     """
+    if any(argument.startswith("--config") for argument in arguments):
+        step_run.run(arguments, show)
+        return
     options = parse(arguments)
     prepare(options)
     tell(planned(options), show, as_json=options.json)

@@ -29,23 +29,12 @@ from ringflash.plan import memory, program
 from ringflash.plan.compiler import in_child
 from ringflash.plan.memory import Buffer
 from ringflash.plan.program import Program
+from ringflash.plan.where import CPU, Where
 from ringflash.ring_order import ring_hops
 
 SECONDS_A_STEP = 1800
 FLAGS = "--xla_jf_dump_to="  # no schedules: they would take several times as long as the compiler
 FULL = "RESOURCE_EXHAUSTED"
-CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class Where:
-    """A slice, or several joined by the data centre's network: `cpu:8` for simulated devices.
-
-    topology: of one slice, as the compiler calls it.
-    """
-
-    topology: str
-    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
     """In the child: one step. Raises ValueError for what cannot be put together."""
     shutil.rmtree(dump)
     dump.mkdir()
-    mesh = make_mesh(config.mesh, devices_of(where))
+    mesh = make_mesh(config.mesh, found_devices(where))
     built = build(config, mesh)
     lowered = built.step.lower(built.abstract_state, abstract_batch(config, mesh))
     # The compiler writes the program itself: a newer libtpu's is not always one that jaxlib can read.
@@ -132,11 +121,10 @@ def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
     )
 
 
-def devices_of(where: Where) -> Sequence[Any]:
+def found_devices(where: Where) -> Sequence[Any]:
     """Those of a slice that need not be there, or simulated ones."""
-    name, _, count = where.topology.partition(":")
-    if name == CPU:
-        jax.config.update("jax_num_cpu_devices", int(count))
+    if where.simulated:
+        jax.config.update("jax_num_cpu_devices", where.devices)
         return jax.devices(CPU)
     # Loads the compiler: never in the parent.
     from jax.experimental import topologies
@@ -148,7 +136,7 @@ def devices_of(where: Where) -> Sequence[Any]:
 
 def program_file(where: Where) -> str:
     """The file with the scheduled program."""
-    return "after_optimizations.txt" if where.topology.startswith(CPU) else "after_codegen.txt"
+    return "after_optimizations.txt" if where.simulated else "after_codegen.txt"
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:

@@ -57,7 +57,7 @@ def test_all_that_is_wrong_is_told():
         parse(["--heads=x", "--layout=y", "z", "--compare=tokamax", "--mask=packed"])
     lines = told.value.lines()
     assert len(lines) == 6
-    assert "the plan of a whole step is not there yet: wanted --attention" in lines
+    assert "wanted --config=FILE.py, for a whole step, or --attention" in lines
     assert "--topology is missing: wanted --topology=v6e:2x4, say" in lines
     assert "--mask=packed: tokamax's ring takes causal or full" in lines
 

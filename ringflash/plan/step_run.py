@@ -1,0 +1,92 @@
+"""`ringflash plan --config=FILE.py`: a step compiled for a slice, told as tables or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ringflash.bench.report import Table, tell
+from ringflash.exits import UNEQUAL, ConfigFault, Stop
+from ringflash.plan import step_rows
+from ringflash.plan.compiler import CompilerFailed
+from ringflash.plan.step import StepFacts, compiled
+from ringflash.plan.step_options import StepOptions, parse
+from ringflash.plan.step_time import Step, StepTime, step_time
+
+
+class DoesNotFit(Stop):
+    """The step needs more memory than a device has."""
+
+    code = UNEQUAL
+
+
+def run(arguments: Sequence[str], show: Callable[..., Any]) -> None:
+    """Compile what the arguments ask for; `show(title, rows, header=...)` prints a table for a person.
+
+    Raises ConfigFault for arguments or a configuration that are wrong, before anything is compiled;
+    DoesNotFit after all tables.
+    """
+    options = parse(arguments)
+    tell(planned(options), show, as_json=options.json)
+
+
+def planned(options: StepOptions) -> Iterator[Table]:
+    """What was found, table by table."""
+    facts = facts_of(options)
+    time = time_of(options, facts)
+    record = as_record(options, facts, time)
+    yield Table(step_rows.title(options), [], step_rows.overview(options, facts, time), [record])
+    yield Table("largest buffers of a device", step_rows.BUFFERS, step_rows.buffers(facts))
+    if time is not None:
+        yield Table(step_rows.PARTS_TITLE, step_rows.PARTS, step_rows.parts(time))
+    for line in step_rows.warnings(options, facts, time):
+        yield Table(f"warning: {line}", records=[{"warning": line}])
+    if not fits(options, facts):
+        raise DoesNotFit(step_rows.shortage(options, facts))
+
+
+def facts_of(options: StepOptions) -> StepFacts:
+    """Raises ConfigFault where the step cannot be put together, CompilerFailed for all else."""
+    (found,) = compiled([(options.config, options.where)])
+    if isinstance(found, str):
+        kind, _, why = found.partition(": ")
+        raise ConfigFault(why) if kind == "ValueError" else CompilerFailed(found)
+    return found
+
+
+def time_of(options: StepOptions, facts: StepFacts) -> StepTime | None:
+    """None where nothing ran to be timed: it does not fit, or devices are simulated."""
+    if facts.program is None or options.generation is None:
+        return None
+    return step_time(Step(options.config, options.where, options.generation, facts))
+
+
+def fits(options: StepOptions, facts: StepFacts) -> bool:
+    """The program's code lies in the same memory."""
+    if options.generation is None:
+        return True
+    return facts.fits and facts.total_bytes + facts.code_bytes <= options.generation.hbm_gib * 2**30
+
+
+def as_record(options: StepOptions, facts: StepFacts, time: StepTime | None) -> dict[str, Any]:
+    """All that is known, as JSON has it."""
+    plain = {
+        field.name: getattr(facts, field.name)
+        for field in dataclasses.fields(facts)
+        if field.name not in ("program", "buffers")
+    }
+    found: dict[str, Any] = {
+        "config": options.path,
+        "where": dataclasses.asdict(options.where),
+        "fits": fits(options, facts),
+        "memory": plain | {"temporary_bytes": facts.temporary_bytes},
+        "buffers": [dataclasses.asdict(one) for one in facts.buffers],
+    }
+    if options.generation is not None:
+        found["hbm_bytes"] = int(options.generation.hbm_gib * 2**30)
+    if time is not None:
+        names = ("total_seconds", "exposed_seconds", "mfu", "tokens_per_second")
+        found["time"] = dataclasses.asdict(time) | {name: getattr(time, name) for name in names}
+        found["cost_per_billion_tokens"] = step_rows.cost(options, time)
+    return found

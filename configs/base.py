@@ -23,7 +23,8 @@ def get_config() -> ConfigDict:
     config.seq_len = 32768  # tokens in a sequence, over all shards; see attention.layout
     config.global_batch_size = 8  # sequences in a step; a multiple of data * fsdp * accumulation
     config.accumulation = 1  # parts in which a step's sequences are worked on, one after another
-    config.max_skipped = 3  # steps in a row left out as not finite; one more: exit 5
+    config.max_skipped = 3  # steps in a row left out, not finite or a spike; one more: exit 5
+    config.skip_norm = 0.0  # unclipped gradient's norm above which a step is a spike; 0: no limit
     config.log_every = 10  # steps between two logged lines; at least 1
     config.cpu_devices = 8  # devices to simulate where there are only CPUs; 1 to 4096
 

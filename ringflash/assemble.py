@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +80,11 @@ def assemble(config: Config, devices: Sequence[jax.Device] | None = None) -> Par
     placed = shardings(abstract, mesh)
     whole = NamedSharding(mesh, P())
     step = jax.jit(
-        make_step(grads_of(config, graph, mesh, placed.params), optimizer),
+        make_step(
+            grads_of(config, graph, mesh, placed.params),
+            optimizer,
+            skip_norm=config.skip_norm or math.inf,
+        ),
         donate_argnums=0,
         out_shardings=(placed, whole),
         compiler_options=compiler_options(mesh),

@@ -118,6 +118,7 @@ class Config:
     global_batch_size: int
     accumulation: int
     max_skipped: int
+    skip_norm: float
     log_every: int
     cpu_devices: int
     model: ModelConfig

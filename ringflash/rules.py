@@ -78,6 +78,7 @@ RULES: Mapping[str, Rule] = {
     "global_batch_size": at_least(1),
     "accumulation": at_least(1),
     "max_skipped": at_least(0),
+    "skip_norm": at_least(0),
     "log_every": at_least(1),
     "cpu_devices": between(1, 4096),
     "model.preset": one_of(PRESETS),

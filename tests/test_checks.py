@@ -88,6 +88,7 @@ def test_every_leaf_has_a_rule():
         ("seq_len=4104", r"seq_len = 4104 .*2 \* context = 16; nearest: 4096 or 4112"),
         ("seq_len=3", r"seq_len = 3 .*nearest: 16$"),
         ("optimizer.warmup_steps=80", r"warmup_steps = 80 .*wanted warmup_steps below"),
+        ("skip_norm=-1", r"skip_norm = -1\.0 .*at least 0"),
         (
             "mesh.context=3",
             r"product is 3, .*cpu_devices = 8; .*context = 2, .* or cpu_devices = 3",

@@ -322,19 +322,46 @@ def test_steps_that_are_not_finite_are_skipped_but_not_for_ever(source, name, va
     run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     bad = good | {name: value, "train/skipped": 1}
-    assert [module.check_finite(run, each) for each in (bad, bad, good, bad, bad)] == [
+    assert [module.check_skipped(run, each) for each in (bad, bad, good, bad, bad)] == [
         *(True, True, False),
         *(True, True),
     ]
     with pytest.raises(Diverged, match=rf"{name} is {value} at step 3.*3 in a row, of .* = 2"):
-        module.check_finite(run, bad)
+        module.check_skipped(run, bad)
+
+
+def test_spikes_are_skipped_and_told_but_not_for_ever(source, caplog):
+    """They count in a row together with steps that are not finite."""
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2, skip_norm=5))
+    good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
+    spike = good | {"train/grad_norm": 7.25, "train/skipped": 1}
+    odd = good | {"train/loss": float("nan"), "train/skipped": 1}
+    told = "train/grad_norm is 7.25, above skip_norm = 5, at step 3"
+    assert [module.check_skipped(run, each) for each in (spike, good, odd, spike)] == [
+        *(True, False, True, True)
+    ]
+    assert caplog.messages[0] == f"{told}: no update, 1 in a row (at most 2)"
+    with pytest.raises(Diverged, match=f"{told}, which is not saved; 3 in a row, of .* = 2"):
+        module.check_skipped(run, spike)
+
+
+def test_a_run_goes_on_after_spikes(source, uncut, tmp_path):
+    """The first gradient that is larger than the first step's is left out; with all, the run ends."""
+    norms = records(uncut, "train/grad_norm")
+    first = next(step for step in norms if norms[step] > norms[1])
+    limit = (norms[1] + norms[first]) / 2
+    with pytest.raises(Diverged, match=r"above skip_norm = .*, of max_skipped = 3"):
+        start(tmp_path / "never", source, skip_norm=min(norms.values()) / 9)
+    start(tmp_path / "run", source, skip_norm=limit, steps=first + 1)
+    found = records(tmp_path / "run", "train/skipped")
+    assert [found[step] for step in range(1, first + 1)] == [0.0] * (first - 1) + [1.0]
 
 
 def test_parameters_that_are_not_finite_stop_the_run_at_once(source):
     run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     metrics = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     with pytest.raises(Diverged, match="train/param_norm is inf at step 3, which is not saved"):
-        module.check_finite(run, metrics | {"train/param_norm": float("inf")})
+        module.check_skipped(run, metrics | {"train/param_norm": float("inf")})
 
 
 def test_a_run_goes_on_after_a_step_that_is_not_finite(source, tmp_path, monkeypatch, capsys):

@@ -25,6 +25,7 @@ from ringflash.observe import memory, writers
 from ringflash.observe.log import logged
 from ringflash.observe.progress import Progress, progress
 from ringflash.observe.table import table
+from ringflash.optimizer import averaged
 from ringflash.preemption import StopRequest, stop_requested
 from ringflash.run import Run, begin, put_together
 
@@ -170,7 +171,7 @@ def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> li
     known = report.read(run.workdir, run.step, held_out.fingerprint)
     if known is not None:
         return known
-    scores = run.parts.score(run.state.params)
+    scores = run.parts.score(averaged(run.state.params, run.state.opt_state))
     report.write(run.workdir, run.step, scores, held_out.document_names, held_out.fingerprint)
     out.write(run.step, perplexity.metrics(scores))
     if shown is not None:

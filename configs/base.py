@@ -23,7 +23,8 @@ def get_config() -> ConfigDict:
     config.seq_len = 32768  # tokens in a sequence, over all shards; see attention.layout
     config.global_batch_size = 8  # sequences in a step; a multiple of data * fsdp * accumulation
     config.accumulation = 1  # parts in which a step's sequences are worked on, one after another
-    config.max_skipped = 3  # steps in a row left out as not finite; one more: exit 5
+    config.max_skipped = 3  # steps in a row left out, not finite or a spike; one more: exit 5
+    config.skip_norm = 0.0  # unclipped gradient's norm above which a step is a spike; 0: no limit
     config.log_every = 10  # steps between two logged lines; at least 1
     config.cpu_devices = 8  # devices to simulate where there are only CPUs; 1 to 4096
 
@@ -61,14 +62,19 @@ def get_config() -> ConfigDict:
     config.data.epochs = 0  # passes over the training documents before data ends; 0: no end
 
     config.optimizer = ConfigDict(type_safe=False)
+    config.optimizer.name = "adamw"  # adamw; or muon, for the matrices of blocks alone
+    config.optimizer.schedule = "cosine"  # after the warm-up: cosine, linear, wsd or constant
     config.optimizer.learning_rate = 3e-4  # at the peak; above 0
     config.optimizer.warmup_steps = 100  # steps of linear rise to the peak; at least 0
-    config.optimizer.decay_steps = 1000  # step at which the cosine ends; above warmup_steps
+    config.optimizer.decay_start = 800  # step at which wsd leaves the peak; warmup_steps or later
+    config.optimizer.decay_steps = 1000  # step at which the decay ends; above warmup_steps
     config.optimizer.final_fraction = 0.1  # of the peak, from decay_steps on; 0 to 1
-    config.optimizer.weight_decay = 0.1  # AdamW's, per step and learning rate; at least 0
+    config.optimizer.weight_decay = 0.1  # per step and learning rate, not of norms; at least 0
     config.optimizer.beta1 = 0.9  # AdamW's decay of the mean gradient; 0 to below 1
     config.optimizer.beta2 = 0.95  # AdamW's decay of the mean squared gradient; 0 to below 1
+    config.optimizer.momentum = 0.95  # Muon's decay of the mean gradient; 0 to below 1
     config.optimizer.clip_norm = 1.0  # the gradient's global norm is clipped to this; above 0
+    config.optimizer.ema_decay = 0.0  # of an average of the parameters, then evaluated; 0: none
 
     config.loss = ConfigDict(type_safe=False)
     config.loss.chunk = 1024  # tokens of a shard whose logits exist at one time; at least 1

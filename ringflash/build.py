@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +66,11 @@ def build(config: Config, mesh: Mesh) -> Built:
     abstract = jax.eval_shape(init)
     placed = shardings(abstract, mesh)
     step = jax.jit(
-        make_step(grads_of(config, graph, mesh, placed.params), optimizer),
+        make_step(
+            grads_of(config, graph, mesh, placed.params),
+            optimizer,
+            skip_norm=config.skip_norm or math.inf,
+        ),
         donate_argnums=0,
         out_shardings=(placed, NamedSharding(mesh, P())),
         compiler_options=compiler_options(mesh),

@@ -116,7 +116,9 @@ class Checkpoints:
         saved = self._reader.metadata(path).item_metadata["state"].tree
         difference = leaves.difference(saved, abstract_state)
         if difference is not None:
-            raise CheckpointMismatch(f"{path} is a checkpoint of another model: {difference}")
+            raise CheckpointMismatch(
+                f"{path} is a checkpoint of another model or optimizer: {difference}"
+            )
         state, plain = args.StandardRestore(abstract_state), args.JsonRestore()
         wanted = args.Composite(state=state, data=plain, config=plain)
         items = self._reader.restore(path, args=wanted)

@@ -140,8 +140,16 @@ def _vocabulary(vocab_size: int, tokenizer: str) -> str | None:
     return None if vocab_size >= ids else f"wanted at least the tokenizer's {ids} ids"
 
 
-def _schedule(warmup: int, decay: int) -> str | None:
-    return None if warmup < decay else "wanted warmup_steps below decay_steps"
+def _schedule(schedule: str, warmup: int, decay: int) -> str | None:
+    if schedule == "constant" or warmup < decay:
+        return None
+    return "wanted warmup_steps below decay_steps"
+
+
+def _decay_start(schedule: str, warmup: int, start: int, decay: int) -> str | None:
+    if schedule != "wsd" or warmup >= decay or warmup <= start < decay:
+        return None
+    return f"wanted decay_start from {warmup} to {decay - 1}: after the warm-up, before the end"
 
 
 def _strategy(spelling: str, context: int, heads: int, kv_heads: int, tensor: int) -> str | None:
@@ -171,5 +179,16 @@ COMBINATIONS = (
     Combination(("model.vocab_size", "data.tokenizer"), _vocabulary),
     Combination(("global_batch_size", "accumulation", "mesh.data", "mesh.fsdp"), _batch),
     Combination(("seq_len", "mesh.context", "attention.layout"), _seq_len),
-    Combination(("optimizer.warmup_steps", "optimizer.decay_steps"), _schedule),
+    Combination(
+        ("optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps"), _schedule
+    ),
+    Combination(
+        (
+            "optimizer.schedule",
+            "optimizer.warmup_steps",
+            "optimizer.decay_start",
+            "optimizer.decay_steps",
+        ),
+        _decay_start,
+    ),
 )

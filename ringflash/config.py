@@ -73,16 +73,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a cosine schedule down to `final_fraction` of the peak."""
+    """The direction of an update, its size over the steps, and the average of what it leads to."""
 
+    name: str
+    schedule: str
     learning_rate: float
     warmup_steps: int
+    decay_start: int
     decay_steps: int
     final_fraction: float
     weight_decay: float
     beta1: float
     beta2: float
+    momentum: float
     clip_norm: float
+    ema_decay: float
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Config:
     global_batch_size: int
     accumulation: int
     max_skipped: int
+    skip_norm: float
     log_every: int
     cpu_devices: int
     model: ModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,12 +84,16 @@ def parts_of(batch: Any, count: int, which: int | None = None) -> Any:
 
 
 def make_step(
-    grads_of: Callable[[Any, Any], tuple[LossSum, Any]], optimizer: optax.GradientTransformation
+    grads_of: Callable[[Any, Any], tuple[LossSum, Any]],
+    optimizer: optax.GradientTransformation,
+    *,
+    skip_norm: float = math.inf,
 ) -> Callable[[State, Any], tuple[State, dict[str, Array]]]:
     """step(state, batch) -> (state, metrics); `grads_of` as `make_grads` makes it.
 
-    Where the loss or the gradient is not finite, parameters and optimizer stay as they were: the step is
-    skipped, the schedule's count too, and `train/skipped` is 1.
+    Where the loss or the gradient is not finite, or the gradient's norm (before any clipping) is above
+    `skip_norm`, parameters and optimizer stay as they were: the step is skipped, the schedule's count too,
+    and `train/skipped` is 1.
     """
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, Array]]:
@@ -100,18 +105,19 @@ def make_step(
             lambda g, p: (g.astype(jnp.float32) / count).astype(p.dtype), sums, state.params
         )
         norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)  # global values: the same on every host
+        # Of global values: the same on every host.
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (norm <= skip_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new, (state.params, state.opt_state)
+            lambda new, old: jnp.where(good, new, old), new, (state.params, state.opt_state)
         )
         metrics = {
             "train/loss": loss,
             "train/grad_norm": norm,
             "train/param_norm": optax.tree.norm(params),
             "train/tokens": found.targets,
-            "train/skipped": (~finite).astype(jnp.int32),
+            "train/skipped": (~good).astype(jnp.int32),
         }
         return State(params, opt_state, state.step + 1), metrics
 

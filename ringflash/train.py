@@ -25,6 +25,7 @@ from ringflash.observe import memory, writers
 from ringflash.observe.log import logged
 from ringflash.observe.progress import Progress, progress
 from ringflash.observe.table import table
+from ringflash.optimizer import averaged
 from ringflash.preemption import StopRequest, stop_requested
 from ringflash.run import Run, begin, put_together
 
@@ -72,7 +73,7 @@ def loop(run: Run, out: writers.Writer, stop: StopRequest) -> None:
             if run.step == FIRST or due(run.config.eval.every, run.step):
                 evaluate(run, out, shown)
             metrics = update(run)
-            skipped = check_finite(run, metrics)
+            skipped = check_skipped(run, metrics)
             if skipped or run.step in (FIRST, steps) or due(run.config.log_every, run.step):
                 shown.update(run.step, metrics)
                 out.write(run.step, metrics)
@@ -122,23 +123,35 @@ def next_batch(run: Run) -> Batch:
         raise DataFault(f"{what}; step {run.step} is saved" if run.step else what) from error
 
 
-def check_finite(run: Run, metrics: Mapping[str, float]) -> bool:
-    """Whether the step was skipped, because its loss or gradient is not finite.
+def check_skipped(run: Run, metrics: Mapping[str, float]) -> bool:
+    """Whether the step was skipped: its loss or gradient is not finite, or a spike.
 
     Raises Diverged where too many were in a row, and for a parameter that is not finite.
     """
-    odd = [name for name in FINITE if not math.isfinite(metrics[name])]
-    if not odd:
+    told = fault(metrics, run.config.skip_norm)
+    if told is None:
         run.skipped = 0
         return False
     run.skipped += 1
-    told = f"{odd[0]} is {metrics[odd[0]]} at step {run.step}"
+    told += f" at step {run.step}"
     most = run.config.max_skipped
     if not metrics["train/skipped"] or run.skipped > most:
         row = f"; {run.skipped} in a row, of max_skipped = {most}" if most else ""
         raise Diverged(f"{told}, which is not saved{row}")
     log.warning("%s: no update, %d in a row (at most %d)", told, run.skipped, most)
     return True
+
+
+def fault(metrics: Mapping[str, float], skip_norm: float) -> str | None:
+    """What a step is skipped for, or None."""
+    odd = [name for name in FINITE if not math.isfinite(metrics[name])]
+    if odd:
+        return f"{odd[0]} is {metrics[odd[0]]}"
+    if metrics["train/skipped"]:
+        return (
+            f"train/grad_norm is {metrics['train/grad_norm']:.4g}, above skip_norm = {skip_norm:g},"
+        )
+    return None
 
 
 def due(every: int, step: int) -> bool:
@@ -158,7 +171,7 @@ def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> li
     known = report.read(run.workdir, run.step, held_out.fingerprint)
     if known is not None:
         return known
-    scores = run.parts.score(run.state.params)
+    scores = run.parts.score(averaged(run.state.params, run.state.opt_state))
     report.write(run.workdir, run.step, scores, held_out.document_names, held_out.fingerprint)
     out.write(run.step, perplexity.metrics(scores))
     if shown is not None:

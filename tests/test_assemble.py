@@ -52,13 +52,17 @@ def first_state(source):
 
 
 def curve(parts, state):
-    """Loss and gradient norm of ten steps, and the parameters after them."""
-    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, parts.abstract_state))
+    """Loss and gradient norm of ten steps, and the state after them."""
+    state = jax.device_put(state, shardings_of(parts.abstract_state))
     found = []
     for _ in range(STEPS):
         state, metrics = parts.step(state, parts.put(next(parts.train_data)))
         found.append([float(metrics["train/loss"]), float(metrics["train/grad_norm"])])
-    return np.array(found), state.params
+    return np.array(found), state
+
+
+def shardings_of(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +94,29 @@ def test_the_layout_is_of_the_data(source):
 
 @pytest.mark.parametrize("case", CASES)
 def test_mesh_layout_and_strategy_change_no_number(source, first_state, alone, case):
-    found, params = curve(tiny_parts(source, **CASES[case]), first_state)
+    found, state = curve(tiny_parts(source, **CASES[case]), first_state)
     np.testing.assert_allclose(found, alone[0], rtol=1e-5)
     assert found[-1, 0] < 0.8 * found[0, 0], "it learns"
-    wanted = jax.tree.leaves(alone[1])
-    for one, other in zip(jax.tree.leaves(params), wanted, strict=True):
+    wanted = jax.tree.leaves(alone[1].params)
+    for one, other in zip(jax.tree.leaves(state.params), wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_muon_and_the_average_do_not_depend_on_the_mesh(source):
+    """Newton-Schulz is of whole matrices, which lie split over devices; it makes more of rounding."""
+    runs = {}
+    for sizes in (ALONE, MIXED):
+        parts = tiny_parts(source, optimizer__name="muon", optimizer__ema_decay=0.8, **sizes)
+        runs[len(sizes)] = curve(parts, parts.init())
+    (wanted, one), (found, state) = runs.values()
+    np.testing.assert_allclose(found, wanted, rtol=1e-3)
+    assert found[-1, 0] < 0.85 * found[0, 0], "it learns"
+    average, alone = state.opt_state[-1].mean, one.opt_state[-1].mean
+    for tree, other in ((state.params, one.params), (average, alone)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), tree, other
+        )
+    assert shardings_of(average) == shardings_of(state.params)
 
 
 def test_the_numbers_are_those_of_the_day_they_were_noted(alone):

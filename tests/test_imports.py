@@ -19,6 +19,7 @@ COMPONENTS = {
     "ringflash.config_file": "config",
     "ringflash.rules": "checks",
     "ringflash.combinations": "checks",
+    "ringflash.schedule": "optimizer",
     "ringflash.evaluate.run": "eval",
     "ringflash.ring_order": "torus",
     "ringflash.build": "assemble",

@@ -62,6 +62,22 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count(odd):
     assert step(after, jnp.arange(3.0))[1]["train/skipped"] == 0
 
 
+def test_a_gradient_above_the_norm_that_is_allowed_is_skipped_before_any_clipping():
+    """The optimizer clips to 1: what is judged is the norm of 5 that came."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5))
+    grads = make_grads(lambda p, x: LossSum((p * x).sum(), jnp.ones((), jnp.int32)))
+    batch, start = jnp.array([3.0, 4.0]), init_state(jnp.ones(2), optimizer)
+    for skip_norm, skipped in ((5.1, 0), (4.9, 1)):
+        step = jax.jit(make_step(grads, optimizer, skip_norm=skip_norm))
+        after, metrics = step(start, batch)
+        assert (metrics["train/grad_norm"], metrics["train/skipped"]) == (5.0, skipped)
+        same = [
+            np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (after, start)), strict=True)
+        ]
+        assert sum(same) == (len(same) - 1 if skipped else 0)
+        assert after.step == 1
+
+
 @pytest.mark.parametrize("accumulation", [2, 3, 6])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_are_the_whole_however_few_of_their_targets_count(accumulation, dtype):

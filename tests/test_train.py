@@ -68,9 +68,9 @@ def saved(workdir):
     return sorted(int(path.name) for path in (workdir / "checkpoints").glob("[0-9]*"))
 
 
-def final_state(workdir, source):
+def final_state(workdir, source, **changes):
     """The newest checkpoint, as NumPy arrays."""
-    abstract = tiny_parts(source, **RUN).abstract_state
+    abstract = tiny_parts(source, **(RUN | changes)).abstract_state
     checkpoints = Checkpoints(workdir, keep=1)
     restored = checkpoints.restore(abstract)
     checkpoints.close()
@@ -78,11 +78,11 @@ def final_state(workdir, source):
     return jax.tree.map(np.asarray, restored.state)
 
 
-def assert_same_run(workdir, uncut, source):
+def assert_same_run(workdir, uncut, source, **changes):
     """Bit for bit: every loss and gradient norm, every evaluation, every parameter and moment."""
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         assert records(workdir, name) == records(uncut, name)
-    found, wanted = final_state(workdir, source), final_state(uncut, source)
+    found, wanted = (final_state(folder, source, **changes) for folder in (workdir, uncut))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -234,10 +234,15 @@ def test_a_finished_run_is_left_as_it_is(uncut, source, tmp_path, capsys):
 REFUSED = {
     "width": (
         {"model__mlp_width": 64},
-        r"checkpoints/8 is a checkpoint of another model: .*down_FD: found float32\[2,48,32\]",
+        r"checkpoints/8 is a checkpoint of another model or optimizer: .*down_FD: found float32\[2,48,32\]",
     ),
     "layers": ({"model__layers": 3}, "is a checkpoint of another model"),
     "untied": ({"model__tied_embeddings": False}, "unembedding_DV: found nothing"),
+    "optimizer": (
+        {"optimizer__name": "muon"},
+        "of another model or optimizer: .*inner_states.adam.*found nothing",
+    ),
+    "average": ({"optimizer__ema_decay": 0.9}, r"opt_state\.2\.steps: found nothing"),
     "theta": (
         {"model__rope_theta": 5e5},
         r"8 is a checkpoint of another model: model.rope_theta: found 10000.0, wanted 500000.0",
@@ -322,19 +327,46 @@ def test_steps_that_are_not_finite_are_skipped_but_not_for_ever(source, name, va
     run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     bad = good | {name: value, "train/skipped": 1}
-    assert [module.check_finite(run, each) for each in (bad, bad, good, bad, bad)] == [
+    assert [module.check_skipped(run, each) for each in (bad, bad, good, bad, bad)] == [
         *(True, True, False),
         *(True, True),
     ]
     with pytest.raises(Diverged, match=rf"{name} is {value} at step 3.*3 in a row, of .* = 2"):
-        module.check_finite(run, bad)
+        module.check_skipped(run, bad)
+
+
+def test_spikes_are_skipped_and_told_but_not_for_ever(source, caplog):
+    """They count in a row together with steps that are not finite."""
+    run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2, skip_norm=5))
+    good = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
+    spike = good | {"train/grad_norm": 7.25, "train/skipped": 1}
+    odd = good | {"train/loss": float("nan"), "train/skipped": 1}
+    told = "train/grad_norm is 7.25, above skip_norm = 5, at step 3"
+    assert [module.check_skipped(run, each) for each in (spike, good, odd, spike)] == [
+        *(True, False, True, True)
+    ]
+    assert caplog.messages[0] == f"{told}: no update, 1 in a row (at most 2)"
+    with pytest.raises(Diverged, match=f"{told}, which is not saved; 3 in a row, of .* = 2"):
+        module.check_skipped(run, spike)
+
+
+def test_a_run_goes_on_after_spikes(source, uncut, tmp_path):
+    """The first gradient that is larger than the first step's is left out; with all, the run ends."""
+    norms = records(uncut, "train/grad_norm")
+    first = next(step for step in norms if norms[step] > norms[1])
+    limit = (norms[1] + norms[first]) / 2
+    with pytest.raises(Diverged, match=r"above skip_norm = .*, of max_skipped = 3"):
+        start(tmp_path / "never", source, skip_norm=min(norms.values()) / 9)
+    start(tmp_path / "run", source, skip_norm=limit, steps=first + 1)
+    found = records(tmp_path / "run", "train/skipped")
+    assert [found[step] for step in range(1, first + 1)] == [0.0] * (first - 1) + [1.0]
 
 
 def test_parameters_that_are_not_finite_stop_the_run_at_once(source):
     run = SimpleNamespace(step=3, skipped=0, config=configured(source, max_skipped=2))
     metrics = dict.fromkeys(module.FINITE, 1.0) | {"train/skipped": 0}
     with pytest.raises(Diverged, match="train/param_norm is inf at step 3, which is not saved"):
-        module.check_finite(run, metrics | {"train/param_norm": float("inf")})
+        module.check_skipped(run, metrics | {"train/param_norm": float("inf")})
 
 
 def test_a_run_goes_on_after_a_step_that_is_not_finite(source, tmp_path, monkeypatch, capsys):
@@ -360,6 +392,33 @@ def test_a_run_goes_on_after_a_step_that_is_not_finite(source, tmp_path, monkeyp
         "train/loss is nan at step 2: no update, 1 in a row"
         in (tmp_path / "run" / "log.txt").read_text()
     )
+
+
+AVERAGED = {"optimizer__name": "muon", "optimizer__ema_decay": 0.7}
+
+
+def test_a_run_with_muon_and_an_average_goes_on_bit_for_bit(source, tmp_path, capsys):
+    """The average is what is evaluated, at the end and by `ringflash eval`, and none other."""
+    uncut, cut = tmp_path / "uncut", tmp_path / "cut"
+    start(uncut, source, **AVERAGED)
+    killed_after(uncut, 3, cut)
+    start(cut, source, **AVERAGED)
+    assert_same_run(cut, uncut, source, **AVERAGED)
+    losses = records(uncut, "train/loss")
+    assert losses[STEPS] < 0.9 * losses[1]
+
+    state = final_state(uncut, source, **AVERAGED)
+    parts = tiny_parts(source, **(RUN | AVERAGED))
+    mean = state.opt_state[-1].mean
+    assert int(state.opt_state[-1].steps) == STEPS
+    found, last = (parts.score(params)[0].perplexity for params in (mean, state.params))
+    assert records(uncut, "eval/perplexity")[STEPS] == pytest.approx(found, rel=1e-6)
+    assert last != pytest.approx(found, rel=1e-3)
+
+    (cut / "eval" / "8.json").unlink()
+    evaluate(configured(source, **AVERAGED), cut)
+    name = "eval/8.json"
+    assert json.loads((cut / name).read_text()) == json.loads((uncut / name).read_text())
 
 
 def test_eval_scores_the_newest_checkpoint(uncut, source, tmp_path, capsys):

@@ -10,6 +10,7 @@ from ringflash.evaluate import report
 from ringflash.exits import ConfigFault
 from ringflash.observe.log import logged
 from ringflash.observe.table import table
+from ringflash.optimizer import averaged
 from ringflash.run import put_together, restore
 from ringflash.train import show
 
@@ -26,7 +27,7 @@ def evaluate(config: Config, workdir: Path) -> None:
             checkpoints.close()
         if restored is None:
             raise ConfigFault(f"{workdir} holds no checkpoint to evaluate")
-        scores = parts.score(restored.state.params)
+        scores = parts.score(averaged(restored.state.params, restored.state.opt_state))
         rows = parts.eval_rows
         report.write(workdir, restored.step, scores, rows.document_names, rows.fingerprint)
         show(scores, None, restored.step)

@@ -34,6 +34,7 @@ from ringflash.config import Config
 from ringflash.data.batch import Batch
 from ringflash.loss import summed_loss, token_losses
 from ringflash.mesh import BATCH, BATCH_AXES, extent, shardings
+from ringflash.model.layers import Pieces, at_once
 from ringflash.model.transformer import Decoder
 from ringflash.optimizer import make_optimizer
 from ringflash.plan.auto import Choice, strategy_for
@@ -100,10 +101,38 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
         )
 
     def build() -> Decoder:
-        return Decoder(config.model, attention, nnx.Rngs(config.seed))
+        pieces = in_pieces(mesh, config.model.mlp_chunk)
+        return Decoder(config.model, attention, nnx.Rngs(config.seed), pieces)
 
     graph = nnx.graphdef(nnx.eval_shape(build))
     return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
+
+
+@functools.cache
+def in_pieces(mesh: Mesh, chunk: int) -> Pieces:
+    """The tokens of each shard in equal pieces of at most `chunk`, one after another, each computed again in
+    the backward: blockwise parallel transformer (arXiv:2305.19370). chunk 0: all at once."""
+    if not chunk:
+        return at_once
+
+    def run(f: Callable[[Array], Array], x_BTD: Array) -> Array:
+        B, T, D = x_BTD.shape
+        shards = mesh.shape["context"]
+        count = pieces_of(T // shards, chunk)
+        if count == 1:
+            return f(x_BTD)
+        own = NamedSharding(mesh, P(None, BATCH_AXES, "context"))
+        x = x_BTD.reshape(B, shards, count, -1, D).transpose(2, 0, 1, 3, 4)
+        x = jax.lax.with_sharding_constraint(x, own)
+        y = jax.lax.map(jax.checkpoint(f), x)
+        return y.transpose(1, 2, 0, 3, 4).reshape(B, T, D)
+
+    return run
+
+
+def pieces_of(tokens: int, chunk: int) -> int:
+    """The least number of equal pieces, none longer than `chunk`."""
+    return next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= chunk)
 
 
 def restore_model(graph: nnx.GraphDef, params: Any, mesh: Mesh) -> Decoder:

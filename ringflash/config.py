@@ -40,6 +40,8 @@ class ModelConfig:
     dtype: str
     param_dtype: str
     remat: str
+    qk_norm: bool
+    mlp_chunk: int
 
 
 @dataclass(frozen=True)

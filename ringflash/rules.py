@@ -95,6 +95,8 @@ RULES: Mapping[str, Rule] = {
     "model.dtype": DTYPE,
     "model.param_dtype": DTYPE,
     "model.remat": one_of(REMAT),
+    "model.qk_norm": Rule("", lambda value: True),
+    "model.mlp_chunk": at_least(0),
     "attention.kernel": one_of(["auto", *KERNELS, *ONE_PLATFORM]),
     "attention.strategy": Rule(
         f"one of auto, {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",

@@ -1,7 +1,8 @@
 """The layers of a Llama-style decoder block. Parameters are named with their dims.
 
 Matrix products run in `dtype`; RMSNorm and RoPE in fp32. Attention itself is a function that the block is
-given: (q_BTNH, k_BTKH, v_BTKH, positions_BT, segment_ids_BT) -> out_BTNH.
+given: (q_BTNH, k_BTKH, v_BTKH, positions_BT, segment_ids_BT) -> out_BTNH; and so is what works a function of
+tokens off in pieces: (f, x_BTD) -> f(x_BTD).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ringflash.config import ModelConfig
 from ringflash.model.rope import angles, rotate
 
 Array = jax.Array
 AttentionFn = Callable[[Array, Array, Array, Array, Array], Array]
+Pieces = Callable[[Callable[[Array], Array], Array], Array]
 CUT_STD = 0.87962566  # the standard deviation of a standard normal that is cut at -2 and 2
 
 
@@ -26,21 +29,34 @@ def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: str) -> n
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
 
 
+def at_once(f: Callable[[Array], Array], x_BTD: Array) -> Array:
+    """The `Pieces` that are one."""
+    return f(x_BTD)
+
+
+def normed(x: Array, scale: nnx.Param, eps: float) -> Array:
+    """x / rms(x) * scale over the last dim, in fp32 (arXiv:1910.07467); the result has x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (wide * scale[...]).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in fp32 (arXiv:1910.07467)."""
+    """`normed` over the model's width."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.eps = config.norm_eps
         self.scale_D = nnx.Param(jnp.ones(config.width, jnp.dtype(config.param_dtype)))
 
     def __call__(self, x_BTD: Array) -> Array:
-        x = x_BTD.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        return (x * self.scale_D[...]).astype(x_BTD.dtype)
+        return normed(x_BTD, self.scale_D, self.eps)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with RoPE."""
+    """Grouped-query attention with RoPE.
+
+    qk_norm: each head's queries and keys are `normed` before it, as in Qwen3 (arXiv:2505.09388).
+    """
 
     def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
         D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
@@ -50,6 +66,9 @@ class Attention(nnx.Module):
         self.v_DKH = matrix(rngs, (D, K, H), D, config.param_dtype)
         depth_scaled = N * H * 2 * config.layers
         self.out_NHD = matrix(rngs, (N, H, D), depth_scaled, config.param_dtype)
+        if config.qk_norm:
+            self.q_scale_H = nnx.Param(jnp.ones(H, jnp.dtype(config.param_dtype)))
+            self.k_scale_H = nnx.Param(jnp.ones(H, jnp.dtype(config.param_dtype)))
 
     def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
         turn = angles(positions_BT, head_dim=self.config.head_dim, theta=self.config.rope_theta)
@@ -57,12 +76,11 @@ class Attention(nnx.Module):
         def project(weight: nnx.Param) -> Array:
             return jnp.einsum("btd,dnh->btnh", x_BTD, weight[...].astype(x_BTD.dtype))
 
-        q, k, v = (
-            rotate(project(self.q_DNH), turn),
-            rotate(project(self.k_DKH), turn),
-            project(self.v_DKH),
-        )
-        out = self.attention(q, k, v, positions_BT, segment_ids_BT)
+        q, k, v = project(self.q_DNH), project(self.k_DKH), project(self.v_DKH)
+        if self.config.qk_norm:
+            q = normed(q, self.q_scale_H, self.config.norm_eps)
+            k = normed(k, self.k_scale_H, self.config.norm_eps)
+        out = self.attention(rotate(q, turn), rotate(k, turn), v, positions_BT, segment_ids_BT)
         return jnp.einsum("btnh,nhd->btd", out, self.out_NHD[...].astype(x_BTD.dtype))
 
 
@@ -85,12 +103,16 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs, pieces: Pieces = at_once
+    ) -> None:
+        self.pieces = pieces
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config, attention, rngs)
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
+        x_BTD = checkpoint_name(x_BTD, "block_in")
         x = x_BTD + self.attention(self.attention_norm(x_BTD), positions_BT, segment_ids_BT)
-        return x + self.mlp(self.mlp_norm(x))
+        return self.pieces(lambda x: x + self.mlp(self.mlp_norm(x)), x)

@@ -9,22 +9,32 @@ import jax
 from flax import nnx
 
 from ringflash.config import ModelConfig
-from ringflash.model.layers import AttentionFn, Block, RMSNorm, matrix
+from ringflash.model.layers import AttentionFn, Block, Pieces, RMSNorm, at_once, matrix
 
 Array = jax.Array
 
-# What the backward pass may keep of a layer. `attention` keeps what makes the ring run only once.
+SAVED = ("attention_out", "attention_lse")  # what makes the ring run only once
+KEPT = jax.checkpoint_policies
+# What the backward pass may keep of a layer, beside what goes into it.
 POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse"),
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "none": KEPT.everything_saveable,
+    "attention": KEPT.save_only_these_names(*SAVED),
+    "offload": KEPT.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["block_in", *SAVED],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "full": KEPT.nothing_saveable,
 }
 
 
 class Decoder(nnx.Module):
     """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs, pieces: Pieces = at_once
+    ) -> None:
         V, D = config.vocab_size, config.width
         self.config = config
         # Rows of variance 1 / D: tied, they make logits of variance 1 from normalised states.
@@ -36,7 +46,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, attention, rngs)
+            return Block(config, attention, rngs, pieces)
 
         self.blocks = stacked(rngs)
 

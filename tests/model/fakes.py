@@ -30,6 +30,8 @@ CONFIG = ModelConfig(
     dtype="float32",
     param_dtype="float32",
     remat="none",
+    qk_norm=False,
+    mlp_chunk=0,
 )
 
 

@@ -141,7 +141,9 @@ def counted_gradients(remat):
     return grads, runs["forward"], runs["backward"]
 
 
-@pytest.mark.parametrize(("remat", "forwards"), [("none", 3), ("attention", 3), ("full", 6)])
+@pytest.mark.parametrize(
+    ("remat", "forwards"), [("none", 3), ("attention", 3), ("offload", 3), ("full", 6)]
+)
 def test_remat_changes_no_gradient_and_attention_is_run_again_only_if_full(remat, forwards):
     """Of three layers: to run the kernel again is to send K and V round the ring again."""
     assert tuple(POLICIES) == REMAT

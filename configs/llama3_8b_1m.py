@@ -1,0 +1,19 @@
+"""X"""
+
+from base import get_config as base
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = base()
+    config.steps = 2_000
+    config.seq_len = 1_048_576
+    config.global_batch_size = 1
+    config.model.preset = "llama3-8b"
+    config.model.tied_embeddings = False
+    config.model.remat = "attention"
+    config.attention.kernel = "tpu"
+    config.mesh.context = 128
+    config.optimizer.warmup_steps = 100
+    config.optimizer.decay_steps = 2_000
+    return config

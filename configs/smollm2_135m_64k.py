@@ -1,0 +1,18 @@
+"""X"""
+
+from base import get_config as base
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = base()
+    config.steps = 10_000
+    config.seq_len = 65_536
+    config.global_batch_size = 8
+    config.model.preset = "smollm2-135m"
+    config.model.remat = "attention"
+    config.mesh.context = 8
+    config.optimizer.warmup_steps = 200
+    config.optimizer.decay_steps = 10_000
+    config.optimizer.learning_rate = 1e-3
+    return config

@@ -17,6 +17,7 @@ COMPONENTS = {
     "ringflash": "version",
     "ringflash.model.presets": "presets",
     "ringflash.config_file": "config",
+    "ringflash.stages": "config",
     "ringflash.rules": "checks",
     "ringflash.combinations": "checks",
     "ringflash.evaluate.run": "eval",

@@ -70,6 +70,13 @@ def changed(stage: Early, leaves: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def thetas(text: str, own: float) -> list[tuple[int, float]]:
+    """(begin, RoPE's theta) of each stage that `text` spells; `own` is the config's."""
+    early, _ = parse(text)
+    begins = [0, *(stage.until for stage in early)]
+    return list(zip(begins, [*(stage.theta or own for stage in early), own], strict=True))
+
+
 def history(values: Iterable[tuple[int, Any]], step: int) -> Any:
     """What a value was in the first `step` steps, of (begin, value) by stage: itself, or told in words.
 

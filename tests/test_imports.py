@@ -23,6 +23,7 @@ COMPONENTS = {
     "ringflash.evaluate.run": "eval",
     "ringflash.ring_order": "torus",
     "ringflash.build": "assemble",
+    "ringflash.legs": "assemble",
     "ringflash.plan.attention": "planning",
     "ringflash.plan.options": "planning",
     "ringflash.plan.rows": "planning",

@@ -70,7 +70,7 @@ def saved(workdir):
 
 def final_state(workdir, source):
     """The newest checkpoint, as NumPy arrays."""
-    abstract = tiny_parts(source, **RUN).abstract_state
+    abstract = tiny_parts(source, **RUN).own.abstract_state
     checkpoints = Checkpoints(workdir, keep=1)
     restored = checkpoints.restore(abstract)
     checkpoints.close()

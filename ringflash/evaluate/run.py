@@ -26,7 +26,7 @@ def evaluate(config: Config, workdir: Path) -> None:
             checkpoints.close()
         if restored is None:
             raise ConfigFault(f"{workdir} holds no checkpoint to evaluate")
-        scores = parts.score(restored.state.params)
+        scores = parts.score(restored.state.params, restored.step)
         rows = parts.eval_rows
         report.write(workdir, restored.step, scores, rows.document_names, rows.fingerprint)
         show(scores, None, restored.step)

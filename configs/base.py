@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
     config.seed = 0  # of parameters and data order; 0 to 2147483647
     config.steps = 1000  # optimizer steps of the whole run, earlier starts included; at least 1
     config.seq_len = 32768  # tokens in a sequence, over all shards; see attention.layout
+    config.stages = ""  # earlier stages: "until=100 seq_len=8192 context=2 theta=1e4; ..."
     config.global_batch_size = 8  # sequences in a step; a multiple of data * fsdp * accumulation
     config.accumulation = 1  # parts in which a step's sequences are worked on, one after another
     config.max_skipped = 3  # steps in a row left out, not finite or a spike; one more: exit 5

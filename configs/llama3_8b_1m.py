@@ -1,4 +1,10 @@
-"""X"""
+"""Llama 3 8B at a million tokens, one sequence a step.
+
+Command:  ringflash train --config=configs/llama3_8b_1m.py --workdir=DIR, on every host of the slice
+Plan:     ringflash plan --config=configs/llama3_8b_1m.py --topology=v5p:4x4x8
+Hardware: 128 chips of v5p
+Expect:   TODO
+"""
 
 from base import get_config as base
 from ml_collections import ConfigDict
@@ -12,7 +18,6 @@ def get_config() -> ConfigDict:
     config.model.preset = "llama3-8b"
     config.model.tied_embeddings = False
     config.model.remat = "attention"
-    config.attention.kernel = "tpu"
     config.mesh.context = 128
     config.optimizer.warmup_steps = 100
     config.optimizer.decay_steps = 2_000

@@ -1,7 +1,9 @@
-"""Llama 3 8B at 256K tokens: a long-context run on 64 chips of v5p, trained from random parameters.
+"""Llama 3 8B at 256K tokens, four sequences a step.
 
-Command:  ringflash train --config=configs/llama3_8b_256k.py --workdir=gs://BUCKET/RUN, on every host
+Command:  ringflash train --config=configs/llama3_8b_256k.py --workdir=DIR, on every host of the slice
 Plan:     ringflash plan --config=configs/llama3_8b_256k.py --topology=v5p:4x4x4
+Hardware: 64 chips of v5p
+Expect:   TODO
 """
 
 from base import get_config as base
@@ -16,9 +18,8 @@ def get_config() -> ConfigDict:
     config.model.preset = "llama3-8b"
     config.model.tied_embeddings = False
     config.model.remat = "attention"
-    config.attention.kernel = "tpu"
     config.mesh.fsdp = 4
     config.mesh.context = 16
-    config.optimizer.decay_steps = 10_000
     config.optimizer.warmup_steps = 500
+    config.optimizer.decay_steps = 10_000
     return config

@@ -1,4 +1,10 @@
-"""X"""
+"""SmolLM2 135M at 64K tokens, eight sequences a step.
+
+Command:  ringflash train --config=configs/smollm2_135m_64k.py --workdir=DIR, on every host of the slice
+Plan:     ringflash plan --config=configs/smollm2_135m_64k.py --topology=v5e:2x4
+Hardware: 8 chips of v5e, or one host with eight GPUs
+Expect:   TODO
+"""
 
 from base import get_config as base
 from ml_collections import ConfigDict

@@ -2,7 +2,8 @@
 
 Each way changes one thing of the config: the mesh, the strategy, the layout, the kernel, what the backward
 keeps, how documents are packed in rows, in how many parts the batch is summed. The labels, the documents
-and the parameters are the same, so loss and gradients must be, up to rounding.
+and the parameters are the same, so loss and gradients must be, up to rounding. Of a run in stages the last
+one is checked.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ringflash.data.batch import Batch, concatenate, padding_rows, reorder, unpa
 from ringflash.exits import Unequal
 from ringflash.mesh import BATCH_AXES, extent, make_mesh, put, shardings
 from ringflash.model.presets import REMAT
+from ringflash.stages import stages_of
 
 # Largest relative difference allowed, of the loss and of a gradient leaf's largest entry.
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 1e-1)}
@@ -50,7 +52,7 @@ class Answer:
 
 def check(config: Config) -> None:
     """Print how far each way is from the config as it stands; raises Unequal if one is too far."""
-    devices = jax.devices()
+    devices, config = jax.devices(), stages_of(config)[-1].config
     batch, packed = first_batch(config)
     base = answer(Way("as configured", config), batch, devices)
     loss_limit, grad_limit = TOLERANCE[config.model.dtype]
@@ -84,7 +86,7 @@ def first_batch(config: Config) -> tuple[Batch, bool]:
         mesh=MeshConfig(1, 1, 1, 1),
         attention=dataclasses.replace(config.attention, layout="contiguous"),
     )
-    data, _ = make_data(plain, make_mesh(plain.mesh, jax.devices()[:1]))
+    data, _ = make_data(plain, [make_mesh(plain.mesh, jax.devices()[:1])])
     found = list(itertools.islice(data, PROBED))
     packed = [batch for batch in found if batch.segment_ids_BT[0].max() > 0]
     return (packed or found)[0], bool(packed)

@@ -153,7 +153,8 @@ def _check(command: Command) -> config_file.ConfigFile:
             file.values,
             path=file.path,
             overrides=command.overrides,
-            platform=startup.platform(),
+            # To show a configuration no device is needed: it may be one for a slice.
+            platform="tpu" if command.verb == "show-config" else startup.platform(),
         )
     if command.workdir and command.verb not in NO_WORKDIR:
         faults += filter(None, [checks.workdir_fault(command.workdir)])

@@ -13,6 +13,8 @@ from typing import Any
 from ringflash.attention.dispatch import check_strategy, parse
 from ringflash.attention.strategies.ulysses import key_copies
 from ringflash.data.tokenizers import TOKENIZERS
+from ringflash.stages import Early, changed
+from ringflash.stages import parse as parse_stages
 
 AXES = ("data", "fsdp", "context", "tensor")
 MESH = tuple(f"mesh.{axis}" for axis in AXES)
@@ -40,6 +42,7 @@ def faults(leaves: Mapping[str, Any], *, platform: str) -> Iterator[tuple[tuple[
     filled = _without_mesh(leaves) if of_mesh else _fill_mesh(leaves, platform)
     for combination in COMBINATIONS:
         yield from _judged(combination, filled)
+    yield from _of_stages(filled)
 
 
 def _judged(
@@ -164,6 +167,35 @@ def _strategy(spelling: str, context: int, heads: int, kv_heads: int, tensor: in
     except ValueError as error:
         return str(error)
     return None
+
+
+def _of_stages(leaves: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is wrong with the spelling of stages, or with the configuration that each of them is."""
+    early, wrong = parse_stages(leaves.get("stages", ""))
+    told = wrong or [
+        f"until={each.until}: {text}" for each in early for text in _stage(each, leaves)
+    ]
+    yield from ((("stages",), text) for text in told)
+
+
+def _stage(stage: Early, leaves: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with one stage, by the leaves that it sets."""
+    tokens = leaves.get("seq_len", 0) * leaves.get("global_batch_size", 0)
+    if tokens % (stage.seq_len or 1):
+        yield (
+            f"seq_len = {stage.seq_len} does not divide the tokens of a step, "
+            f"seq_len * global_batch_size = {tokens}"
+        )
+        return
+    if stage.context and leaves.get("mesh.context", stage.context) % stage.context:
+        yield f"context = {stage.context} does not divide mesh.context = {leaves['mesh.context']}"
+        return
+    sets = changed(stage, leaves)
+    known = {key: value for key, value in {**leaves, **sets}.items() if value not in (None, -1)}
+    for combination in COMBINATIONS:
+        if sets.keys() & set(combination.keys):
+            for keys, fault in _judged(combination, known):
+                yield f"{', '.join(f'{key} = {known[key]}' for key in keys)}: {fault}"
 
 
 COMBINATIONS = (

@@ -122,6 +122,7 @@ class Config:
     seed: int
     steps: int
     seq_len: int
+    stages: str
     global_batch_size: int
     accumulation: int
     max_skipped: int

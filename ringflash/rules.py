@@ -75,6 +75,9 @@ RULES: Mapping[str, Rule] = {
     "seed": between(0, 2**31 - 1),
     "steps": at_least(1),
     "seq_len": at_least(1),
+    "stages": Rule(
+        "", lambda value: True
+    ),  # its spelling is told by `combinations`, fault by fault
     "global_batch_size": at_least(1),
     "accumulation": at_least(1),
     "max_skipped": at_least(0),

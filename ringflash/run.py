@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from ringflash.ahead import Ahead
 from ringflash.assemble import Parts, assemble
 from ringflash.checkpoint import CheckpointDamaged, CheckpointMismatch, Checkpoints, Restored
 from ringflash.config import Config, with_origins
 from ringflash.data.sources import DataError
 from ringflash.exits import ConfigFault, DataFault
+from ringflash.legs import Leg
+from ringflash.mesh import move
+from ringflash.stages import history, thetas
 from ringflash.step import State
 
-# Leaves of `model` that change what the parameters mean, and that no parameter's shape tells of.
-MEANING = ("rope_theta", "norm_eps")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,8 +37,26 @@ class Run:
     state: State
     step: int
     saved: int
-    program: Any = None  # parts.step, once it is compiled
+    programs: Ahead[jax.stages.Compiled]  # the step of each leg up to the last step
+    leg: Leg | None = None  # what the last step was made with
+    program: Any = None  # leg.step, compiled
     skipped: int = 0  # updates in a row that were left out, up to this step
+
+    def enter(self, leg: Leg) -> dict[str, float]:
+        """Move the state to where this leg has it, and take its program; returns the seconds waited."""
+        begun = time.perf_counter()
+        self.state = jax.block_until_ready(move(self.state, leg.abstract_state, donate=True))
+        moved = time.perf_counter()
+        self.leg, self.program = leg, self.programs.take(self.parts.legs.index(leg))
+        found = {
+            "perf/move_seconds": moved - begun,
+            "perf/compile_seconds": time.perf_counter() - moved,
+        }
+        log.info(
+            "after step %d: %d sequences of %d tokens; %.2f s for the state, %.2f s for the program",
+            *(self.step, leg.config.global_batch_size, leg.config.seq_len, *found.values()),
+        )
+        return found
 
     def save(self) -> None:
         """Start a checkpoint of this step: state, data position and config together."""
@@ -65,30 +90,44 @@ def begin(
 ) -> Run:
     """Go on from what `workdir` holds, or begin; changes nothing on disk."""
     restored = restore(config, parts, checkpoints)
+    programs = Ahead([leg.compile for leg in parts.legs if leg.begin < config.steps])
     if restored is None:
-        return Run(config, workdir, origins, parts, checkpoints, parts.init(), 0, 0)
+        state = parts.legs[0].init()
+        return Run(config, workdir, origins, parts, checkpoints, state, 0, 0, programs)
     try:
         parts.train_data.set_state(restored.data)
     except DataError as error:
         raise ConfigFault(f"{workdir} cannot go on: {error}") from error
     print(f"resuming from step {restored.step} of {workdir}", flush=True)
     step = restored.step
-    return Run(config, workdir, origins, parts, checkpoints, restored.state, step, step)
+    return Run(config, workdir, origins, parts, checkpoints, restored.state, step, step, programs)
 
 
 def restore(config: Config, parts: Parts, checkpoints: Checkpoints) -> Restored | None:
-    """The newest checkpoint that verifies, or None; ConfigFault where it is of another model."""
+    """The newest checkpoint that verifies, or None; ConfigFault where it is of another model.
+
+    RoPE's theta and the norms' epsilon change what the parameters mean, and no parameter's shape tells of
+    them. Theta must have been the same in all steps that were made; of later stages it may be any.
+    """
     try:
-        restored = checkpoints.restore(parts.abstract_state)
+        restored = checkpoints.restore(parts.own.abstract_state)
     except (CheckpointMismatch, CheckpointDamaged) as error:
         raise ConfigFault(str(error)) from error
     if restored is None:
         return None
-    saved = {name: restored.config[f"model.{name}"]["value"] for name in MEANING}
+    saved = {key: leaf["value"] for key, leaf in restored.config.items()}
+    stages = saved.get("stages", "")  # which checkpoints of before there were any do not have
+    pairs = {
+        "rope_theta": (
+            history(thetas(stages, saved["model.rope_theta"]), restored.step),
+            history(thetas(config.stages, config.model.rope_theta), restored.step),
+        ),
+        "norm_eps": (saved["model.norm_eps"], config.model.norm_eps),
+    }
     differ = [
-        f"model.{name}: found {value}, wanted {getattr(config.model, name)}"
-        for name, value in saved.items()
-        if value != getattr(config.model, name)
+        f"model.{name}: found {found}, wanted {wanted}"
+        for name, (found, wanted) in pairs.items()
+        if found != wanted
     ]
     if differ:
         where = checkpoints.directory / str(restored.step)

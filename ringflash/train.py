@@ -21,6 +21,7 @@ from ringflash.data.sources import DataError
 from ringflash.evaluate import perplexity, report
 from ringflash.evaluate.perplexity import Score
 from ringflash.exits import DataFault, Diverged, Preempted
+from ringflash.legs import leg_at
 from ringflash.observe import memory, writers
 from ringflash.observe.log import logged
 from ringflash.observe.progress import Progress, progress
@@ -57,6 +58,7 @@ def train(config: Config, workdir: Path, *, sources: Mapping[str, str]) -> None:
                 finish(run, out)
             finally:
                 out.close()
+                run.programs.close()
         finally:
             checkpoints.close()
 
@@ -78,6 +80,7 @@ def loop(run: Run, out: writers.Writer, stop: StopRequest) -> None:
                 shown.update(run.step, metrics)
                 out.write(run.step, metrics)
             run.checkpoints.check_errors()
+            run.programs.check_errors()
             stopping = stop.at(run.step)
             if stopping or run.step == steps or due(every, run.step):
                 run.save()
@@ -88,20 +91,20 @@ def loop(run: Run, out: writers.Writer, stop: StopRequest) -> None:
 
 
 def update(run: Run) -> dict[str, float]:
-    """One step, waited for; the first is compiled before. Returns its metrics."""
+    """One step, waited for; where a stage begins it is entered before. Returns the step's metrics."""
     start = time.perf_counter()
-    batch = run.parts.put(next_batch(run))
-    waited = time.perf_counter()
-    found = {"data/wait_seconds": waited - start}
-    if run.program is None:
-        run.program = run.parts.step.lower(run.state, batch).compile()
-        found["perf/compile_seconds"] = time.perf_counter() - waited
+    leg = leg_at(run.parts.legs, run.step)
+    batch = leg.put(next_batch(run))
+    found = {"data/wait_seconds": time.perf_counter() - start}
+    if leg is not run.leg:
+        found |= run.enter(leg)
     begun = time.perf_counter()
     run.state, metrics = run.program(run.state, batch)
     found |= {name: float(value) for name, value in metrics.items()}
     run.step += 1
     seconds = time.perf_counter() - begun + found["data/wait_seconds"]
     found |= {
+        "train/seq_len": leg.config.seq_len,
         "perf/step_seconds": seconds,
         "perf/tokens_per_second": run.config.seq_len * run.config.global_batch_size / seconds,
         "memory/host_bytes": memory.host_bytes(),
@@ -171,7 +174,8 @@ def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> li
     known = report.read(run.workdir, run.step, held_out.fingerprint)
     if known is not None:
         return known
-    scores = run.parts.score(averaged(run.state.params, run.state.opt_state))
+    params = averaged(run.state.params, run.state.opt_state)
+    scores = run.parts.score(params, run.step)
     report.write(run.workdir, run.step, scores, held_out.document_names, held_out.fingerprint)
     out.write(run.step, perplexity.metrics(scores))
     if shown is not None:

@@ -48,15 +48,15 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first_state(source):
     """The state before the first step, drawn on one device, as NumPy arrays."""
-    return jax.tree.map(np.asarray, tiny_parts(source, **ALONE).init())
+    return jax.tree.map(np.asarray, tiny_parts(source, **ALONE).own.init())
 
 
 def curve(parts, state):
     """Loss and gradient norm of ten steps, and the state after them."""
-    state = jax.device_put(state, shardings_of(parts.abstract_state))
+    state = jax.device_put(state, shardings_of(parts.own.abstract_state))
     found = []
     for _ in range(STEPS):
-        state, metrics = parts.step(state, parts.put(next(parts.train_data)))
+        state, metrics = parts.own.step(state, parts.own.put(next(parts.train_data)))
         found.append([float(metrics["train/loss"]), float(metrics["train/grad_norm"])])
     return np.array(found), state
 
@@ -107,7 +107,7 @@ def test_muon_and_the_average_do_not_depend_on_the_mesh(source):
     runs = {}
     for sizes in (ALONE, MIXED):
         parts = tiny_parts(source, optimizer__name="muon", optimizer__ema_decay=0.8, **sizes)
-        runs[len(sizes)] = curve(parts, parts.init())
+        runs[len(sizes)] = curve(parts, parts.own.init())
     (wanted, one), (found, state) = runs.values()
     np.testing.assert_allclose(found, wanted, rtol=1e-3)
     assert found[-1, 0] < 0.85 * found[0, 0], "it learns"
@@ -136,20 +136,20 @@ def test_the_numbers_are_those_of_the_day_they_were_noted(alone):
 @pytest.mark.parametrize("case", ["8, zigzag", "fsdp 2 x 2 x tensor 2, zigzag"])
 def test_the_parameters_do_not_depend_on_the_mesh(source, first_state, case):
     parts = tiny_parts(source, **CASES[case])
-    state = parts.init()
+    state = parts.own.init()
     assert jax.tree.structure(state) == jax.tree.structure(first_state)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state, first_state
     )
-    wanted = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), parts.abstract_state)
+    wanted = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), parts.own.abstract_state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == wanted
     assert not state.params["blocks"]["mlp"]["up_DF"].sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_tree_of_parameters_is_always_the_same(source, case):
-    abstract = tiny_parts(source, **CASES[case]).abstract_state
-    wanted = tiny_parts(source, model__remat="full", **ALONE).abstract_state
+    abstract = tiny_parts(source, **CASES[case]).own.abstract_state
+    wanted = tiny_parts(source, model__remat="full", **ALONE).own.abstract_state
     assert jax.tree.structure(abstract) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(abstract), jax.tree.leaves(wanted), strict=True)
     assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
@@ -167,8 +167,8 @@ def test_another_seed_draws_other_parameters_and_another_order(source, first_sta
 def test_no_device_holds_the_whole_sequence(source):
     """Not even the tokens: in the program of one device, no array has a dim of `seq_len`."""
     parts = tiny_parts(source)
-    batch = parts.put(next(parts.train_data))
-    text = parts.step.lower(parts.abstract_state, batch).compile().as_text()
+    batch = parts.own.put(next(parts.train_data))
+    text = parts.own.step.lower(parts.own.abstract_state, batch).compile().as_text()
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)}
     assert (2, 8, 32) in shapes, "the states of a shard"
     assert not {dims for dims in shapes if 64 in dims or 128 in dims}
@@ -183,7 +183,7 @@ def test_auto_on_devices_without_figures_is_the_ring(source, caplog):
     assert "links per hop" not in dict(parts.description)
     said = [text for text in caplog.messages if text.startswith("attention strategy auto")]
     assert said == ["attention strategy auto: ring (no cycles and links are known of cpu)"]
-    assert strategy_of(config, parts.mesh).strategy == "ring"
+    assert strategy_of(config, parts.own.mesh).strategy == "ring"
 
 
 def frame(text):
@@ -195,17 +195,17 @@ def frame(text):
 def test_no_document_leaks_into_another_over_eight_shards(source, first_state, strategy):
     """The second document lies on shards that also hold the first one."""
     parts = tiny_parts(source, attention__strategy=strategy)
-    graph = make_model(tiny(source, attention__strategy=strategy), parts.mesh)[0]
+    graph = make_model(tiny(source, attention__strategy=strategy), parts.own.mesh)[0]
     order_T = LAYOUTS["zigzag"](64, 8)
 
     @jax.jit
     def hidden(params, batch):
-        model = restore_model(graph, params, parts.mesh)
+        model = restore_model(graph, params, parts.own.mesh)
         return model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
 
     def states(*texts):
         row = label_row([frame(text) for text in texts], seq_len=64)
-        batch = parts.put(reorder(concatenate([row, row]), order_T))
+        batch = parts.own.put(reorder(concatenate([row, row]), order_T))
         return np.asarray(hidden(first_state.params, batch))[0, np.argsort(order_T)]
 
     one = states(b"the first document here", b"and a second one after it")

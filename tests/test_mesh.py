@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from ringflash.config import MeshConfig
-from ringflash.mesh import AXES, RULES, extent, make_mesh, put, shardings, spec
+from ringflash.mesh import AXES, RULES, extent, make_mesh, move, put, shardings, spec
 from ringflash.plan.compiler import in_child
 from ringflash.ring_order import ring_hops
 
@@ -121,3 +121,30 @@ def test_a_batch_is_split_over_rows_and_time():
 def test_extent_counts_devices():
     assert extent("context", mesh()) == 2
     assert extent(PARAMS, mesh()) == 4
+
+
+def lying(tree):
+    """Where the parts of each array lie in memory."""
+    return [[part.data.unsafe_buffer_pointer() for part in x.addressable_shards] for x in tree]
+
+
+@pytest.mark.parametrize("order", [range(8), [0, 1, 3, 2, 6, 7, 5, 4]], ids=["same", "other"])
+def test_a_state_moves_from_mesh_to_mesh(order):
+    """Devices that go from fsdp to context keep their parts; nothing is copied, but for another order."""
+    names = ["q_DNH", "embedding_VD", "scale_D"]
+    shapes = [(16, 4, 2), (258, 16), (16,)]
+    host = [np.arange(np.prod(s), dtype=np.float32).reshape(s) for s in shapes]
+    first = mesh(data=1, fsdp=4, context=2, tensor=1)
+    second = make_mesh(MeshConfig(1, 1, 8, 1), [jax.devices()[n] for n in order])
+    before, after = (shardings(dict(zip(names, host, strict=True)), m) for m in (first, second))
+    tree = [jax.device_put(x, before[name]) for name, x in zip(names, host, strict=True)]
+    like = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=after[name])
+        for name, x in zip(names, host, strict=True)
+    ]
+    places = lying(tree)
+    moved = move(tree, like, donate=True)
+    assert [x.sharding for x in moved] == [x.sharding for x in like]
+    assert (lying(moved) == places) == (list(order) == list(range(8)))
+    for found, wanted in zip(moved, host, strict=True):
+        np.testing.assert_array_equal(found, wanted)

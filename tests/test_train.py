@@ -70,7 +70,7 @@ def saved(workdir):
 
 def final_state(workdir, source, **changes):
     """The newest checkpoint, as NumPy arrays."""
-    abstract = tiny_parts(source, **(RUN | changes)).abstract_state
+    abstract = tiny_parts(source, **(RUN | changes)).own.abstract_state
     checkpoints = Checkpoints(workdir, keep=1)
     restored = checkpoints.restore(abstract)
     checkpoints.close()
@@ -411,7 +411,7 @@ def test_a_run_with_muon_and_an_average_goes_on_bit_for_bit(source, tmp_path, ca
     parts = tiny_parts(source, **(RUN | AVERAGED))
     mean = state.opt_state[-1].mean
     assert int(state.opt_state[-1].steps) == STEPS
-    found, last = (parts.score(params)[0].perplexity for params in (mean, state.params))
+    found, last = (parts.score(params, STEPS)[0].perplexity for params in (mean, state.params))
     assert records(uncut, "eval/perplexity")[STEPS] == pytest.approx(found, rel=1e-6)
     assert last != pytest.approx(found, rel=1e-3)
 

@@ -6,35 +6,35 @@ Batches are NumPy arrays of the whole batch; who owns which rows is said by a me
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grain
 import numpy as np
 
-from ringflash.data.batch import Batch, concatenate, label_row, padding_rows, reorder
-from ringflash.data.packing import FramedDocuments, PackedRows
+from ringflash.data.batch import Batch, label_row, reorder
+from ringflash.data.cuts import Batches, Cut, Order, checked, stack
+from ringflash.data.packing import FramedDocuments
 from ringflash.data.sources import DataError, Source, hash_name
 from ringflash.data.tokenizers import Tokenizer
+from ringflash.stages import history
 
-# The order [B, T] in which a batch's tokens are handed out: the layout's.
-Order = Callable[[Batch], np.ndarray]
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 class Pipeline(Iterator[Batch]):
     """Training batches, with a state that names the next batch to hand out.
 
-    `fingerprint` says what the data are; a state saved under another one is refused.
+    `fixed` says what the data are; a state saved under another one, or under other cuts of what had been
+    read by then, is refused. Cuts that begin later may change.
     """
 
-    def __init__(self, batches: grain.MapDataset, fingerprint: dict[str, Any]):
-        self.fingerprint = fingerprint
-        self._length = len(batches)
+    def __init__(self, batches: Batches, fixed: Mapping[str, Any]):
+        self._batches = batches
+        self._fixed = fixed
         self._next_batch = 0
-        self._iterator = iter(batches.to_iter_dataset(READ_AHEAD))
+        self._iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(READ_AHEAD))
 
     def __next__(self) -> Batch:
         try:
@@ -46,9 +46,21 @@ class Pipeline(Iterator[Batch]):
         self._next_batch += 1
         return batch
 
+    def fingerprint(self, next_batch: int) -> dict[str, Any]:
+        """What the data are, and how the batches before this one were cut."""
+        cuts = self._batches.cuts
+        return {
+            **self._fixed,
+            "seq_len": history([(cut.first, cut.seq_len) for cut in cuts], next_batch),
+            "global_batch_size": history([(cut.first, cut.batch_size) for cut in cuts], next_batch),
+        }
+
     def get_state(self) -> dict[str, Any]:
         """The number of the next batch and the fingerprint, in types that JSON has."""
-        return {"next_batch": self._next_batch, "fingerprint": dict(self.fingerprint)}
+        return {
+            "next_batch": self._next_batch,
+            "fingerprint": self.fingerprint(self._next_batch),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `get_state` gave, here or in another process.
@@ -56,53 +68,39 @@ class Pipeline(Iterator[Batch]):
         Raises DataError, with the fields that differ, if the state belongs to other data.
         """
         saved, next_batch = state["fingerprint"], state["next_batch"]
+        ours = self.fingerprint(next_batch)
         differences = [
-            f"{name}: saved {saved.get(name)!r}, now {self.fingerprint.get(name)!r}"
-            for name in sorted(saved.keys() | self.fingerprint.keys())
-            if saved.get(name) != self.fingerprint.get(name)
+            f"{name}: saved {saved.get(name)!r}, now {ours.get(name)!r}"
+            for name in sorted(saved.keys() | ours.keys())
+            if saved.get(name) != ours.get(name)
         ]
         if differences:
             raise DataError("the saved run read other data: " + "; ".join(differences))
-        if not 0 <= next_batch <= self._length:
-            raise DataError(f"saved next_batch is {next_batch}, there are {self._length} batches")
+        count = len(self._batches)
+        if not 0 <= next_batch <= count:
+            raise DataError(f"saved next_batch is {next_batch}, there are {count} batches")
         self._iterator.set_state({"next_index": next_batch})
         self._next_batch = next_batch
 
 
 def train_pipeline(
-    source: Source,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    epochs: int,
-    order: Order,
+    source: Source, tokenizer: Tokenizer, cuts: Sequence[Cut], *, seed: int, epochs: int
 ) -> Pipeline:
     """Packed rows of all documents, `epochs` times over (0: without end), in layout order.
 
-    The last batch is filled with padding rows. `order` is no part of the fingerprint: a run may
-    go on under another layout.
+    The orders of `cuts` are no part of the fingerprint: a run may go on under another layout.
     """
-    documents = FramedDocuments(source, tokenizer)
-    rows = PackedRows(documents, seq_len=seq_len, seed=seed, epochs=epochs)
-    batches = (
-        grain.MapDataset.source(rows)
-        .batch(global_batch_size, batch_fn=partial(_stack, batch_size=global_batch_size))
-        .map(lambda batch: reorder(batch, checked(order, batch)))
-    )
-    fingerprint = {
+    batches = Batches(FramedDocuments(source, tokenizer), cuts, seed=seed, epochs=epochs)
+    fixed = {
         "source": source.fingerprint,
         "part": source.part,
         "documents": len(source),
-        "tokens": rows.epoch_tokens,
+        "tokens": batches.epoch_tokens,
         "tokenizer": tokenizer.fingerprint,
-        "seq_len": seq_len,
-        "global_batch_size": global_batch_size,
         "seed": seed,
         "epochs": epochs,
     }
-    return Pipeline(batches, fingerprint)
+    return Pipeline(batches, fixed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +143,7 @@ def eval_batches(
         for i, text in zip(chosen, texts, strict=True)
     ]
     groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    whole = [_stack(group, batch_size=batch_size) for group in groups]
+    whole = [stack(group, batch_size=batch_size) for group in groups]
     batches = [reorder(batch, checked(order, batch)) for batch in whole]
     return EvalRows(
         batches=batches,
@@ -165,18 +163,3 @@ def hash_rows(batches: Sequence[Batch]) -> str:
         for row in np.flatnonzero(batch.loss_mask_BT.any(axis=1)):
             digest.update(batch.tokens_BT[row].tobytes() + batch.targets_BT[row].tobytes())
     return digest.hexdigest()
-
-
-def _stack(rows: Sequence[Batch], *, batch_size: int) -> Batch:
-    """Rows as one batch, filled up to `batch_size` with padding rows."""
-    missing = batch_size - len(rows)
-    return concatenate([*rows, padding_rows(missing, seq_len=rows[0].tokens_BT.shape[1])])
-
-
-def checked(order: Order, batch: Batch) -> np.ndarray:
-    """The order of this batch, which must hold each token of a row once."""
-    order_BT = order(batch)
-    assert np.array_equal(
-        np.sort(order_BT, axis=1), np.broadcast_to(np.arange(order_BT.shape[1]), order_BT.shape)
-    ), f"an order must be a permutation of 0..{order_BT.shape[1] - 1}"
-    return order_BT

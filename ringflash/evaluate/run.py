@@ -27,7 +27,8 @@ def evaluate(config: Config, workdir: Path) -> None:
             checkpoints.close()
         if restored is None:
             raise ConfigFault(f"{workdir} holds no checkpoint to evaluate")
-        scores = parts.score(averaged(restored.state.params, restored.state.opt_state))
+        params = averaged(restored.state.params, restored.state.opt_state)
+        scores = parts.score(params, restored.step)
         rows = parts.eval_rows
         report.write(workdir, restored.step, scores, rows.document_names, rows.fingerprint)
         show(scores, None, restored.step)

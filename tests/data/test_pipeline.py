@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from memory_source import MemorySource, source_of_lengths
 
 from ringflash.data.batch import Batch, reorder
+from ringflash.data.cuts import Cut
 from ringflash.data.packing import FramedDocuments, PackedRows
 from ringflash.data.pipeline import Pipeline, eval_batches, train_pipeline
 from ringflash.data.sources import DataError, hash_name, split
@@ -27,10 +28,14 @@ def always(order_T):
 
 
 def make(source=None, tokenizer=None, **changes) -> Pipeline:
-    settings = {"seq_len": SEQ_LEN, "global_batch_size": 2, "seed": 3, "epochs": 2}
-    settings |= {"order": always(PLAIN)} | changes
+    settings = {"seq_len": SEQ_LEN, "global_batch_size": 2, "order": always(PLAIN)} | changes
+    cut = Cut(0, settings["seq_len"], settings["global_batch_size"], settings["order"])
+    return make_cut([cut], source, tokenizer, changes.get("epochs", 2), changes.get("seed", 3))
+
+
+def make_cut(cuts, source=None, tokenizer=None, epochs=2, seed=3) -> Pipeline:
     source = source_of_lengths(LENGTHS) if source is None else source
-    return train_pipeline(source, tokenizer or ByteTokenizer(), **settings)
+    return train_pipeline(source, tokenizer or ByteTokenizer(), cuts, seed=seed, epochs=epochs)
 
 
 def assert_same(left: list[Batch], right: list[Batch]) -> None:
@@ -153,6 +158,87 @@ def test_a_broken_document_stops_the_run_at_its_own_batch():
         assert pipeline.get_state()["next_batch"] == 0
     source.documents[0] = good
     assert_same(list(pipeline), list(make(source=source_of_lengths([30]), epochs=1)))
+
+
+def cuts_of(*sizes, tokens=16):
+    """(first, seq_len) each, in whatever order of tokens."""
+    return [Cut(first, size, tokens // size, always(np.arange(size))) for first, size in sizes]
+
+
+def streamed(batches):
+    """The tokens that are no padding and their targets (-1: none), in the order of the stream.
+
+    Without the very last token, which has no target: it is left out where it would be a row of its own.
+    """
+    kept = [batch.segment_ids_BT >= 0 for batch in batches]
+    tokens = [b.tokens_BT[k] for b, k in zip(batches, kept, strict=True)]
+    targets = [
+        np.where(b.loss_mask_BT, b.targets_BT, -1)[k] for b, k in zip(batches, kept, strict=True)
+    ]
+    both = np.stack([np.concatenate(tokens), np.concatenate(targets)], 1).tolist()
+    return both[:-1] if both[-1][1] == -1 else both
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    epochs=st.integers(1, 3),
+    sizes=st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=1, max_size=4),
+    steps=st.lists(st.integers(1, 3), min_size=3, max_size=3),
+)
+def test_another_cut_drops_no_token_and_repeats_none(lengths, epochs, sizes, steps):
+    firsts = np.cumsum([0, *steps])[: len(sizes)].tolist()
+    source = source_of_lengths(lengths)
+    uncut = list(make_cut(cuts_of((0, 16)), source, epochs=epochs))
+    cut = list(make_cut(cuts_of(*zip(firsts, sizes, strict=True)), source, epochs=epochs))
+    assert len(cut) == len(uncut)
+    assert streamed(cut) == streamed(uncut)
+    for number, batch in enumerate(cut):
+        size = [size for first, size in zip(firsts, sizes, strict=True) if first <= number][-1]
+        assert batch.tokens_BT.shape == (16 // size, size)
+
+
+CUTS = cuts_of((0, 4), (2, 8), (4, 16))
+
+
+def test_the_batches_of_a_cut_are_those_of_a_run_that_has_no_other():
+    alone = [list(make_cut(cuts_of((0, size)))) for size in (4, 8, 16)]
+    assert_same(list(make_cut(CUTS)), [*alone[0][:2], *alone[1][2:4], *alone[2][4:]])
+
+
+def test_resume_before_at_and_after_a_cut_equals_the_run_that_was_not_stopped():
+    whole = make_cut(CUTS)
+    batches, states = [], [through_json(whole.get_state())]
+    for batch in whole:
+        batches.append(batch)
+        states.append(through_json(whole.get_state()))
+    assert [state["next_batch"] for state in states] == list(range(len(batches) + 1))
+    for k, state in enumerate(states):
+        resumed = make_cut(CUTS)
+        resumed.set_state(state)
+        assert_same(list(resumed), batches[k:])
+        assert resumed.get_state() == states[-1]
+
+
+def test_only_cuts_that_have_not_begun_may_change():
+    data = make_cut(CUTS)
+    others = {
+        "changed": cuts_of((0, 4), (2, 16)),
+        "moved": cuts_of((0, 4), (3, 8)),
+        "left out": cuts_of((0, 4)),
+    }
+    for _ in range(2):
+        next(data)
+    for cuts in (CUTS, *others.values()):
+        make_cut(cuts).set_state(through_json(data.get_state()))
+    next(data)
+    for cuts in (CUTS, CUTS[:2], cuts_of((0, 4), (2, 8), (3, 16))):
+        make_cut(cuts).set_state(through_json(data.get_state()))
+    now = {"changed": "'4 until 2, then 16'", "moved": "4", "left out": "4"}
+    for name, cuts in others.items():
+        with pytest.raises(
+            DataError, match=f"seq_len: saved '4 until 2, then 8', now {now[name]}$"
+        ):
+            make_cut(cuts).set_state(through_json(data.get_state()))
 
 
 def evaluate(source, *, documents, batch_size=2, order=PLAIN, tokenizer=None):

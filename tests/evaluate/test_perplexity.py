@@ -34,7 +34,7 @@ def sharded(source):
 
 @pytest.fixture(scope="module")
 def params(sharded):
-    return sharded.init().params
+    return sharded.own.init().params
 
 
 def by_hand(source, params, parts):
@@ -64,7 +64,7 @@ def by_hand(source, params, parts):
 
 def test_is_the_definition(source, sharded, params):
     """Over eight shards in zigzag order, against one document at a time on one device."""
-    overall, *buckets = sharded.score(params)
+    overall, *buckets = sharded.score(params, 1)
     nats = by_hand(source, params, sharded)
     assert overall.targets == overall.bytes == sum(map(len, nats))
     assert overall.nats == pytest.approx(sum(n.sum() for n in nats), rel=1e-5)
@@ -77,7 +77,7 @@ def test_is_the_definition(source, sharded, params):
 
 
 def test_the_buckets_sum_to_the_whole(sharded, params):
-    overall, *buckets = sharded.score(params)
+    overall, *buckets = sharded.score(params, 1)
     assert sum(score.targets for score in buckets) == overall.targets
     assert sum(score.bytes for score in buckets) == overall.bytes
     assert sum(score.nats for score in buckets) == pytest.approx(overall.nats, rel=1e-12)
@@ -87,13 +87,13 @@ def test_one_shard_and_eight_find_the_same(source, sharded, params):
     one = tiny_parts(source, mesh__context=1, attention__layout="contiguous", **SIZES)
     assert one.eval_rows.document_names == sharded.eval_rows.document_names
     host = jax.tree.map(np.asarray, params)
-    for found, wanted in zip(one.score(host), sharded.score(params), strict=True):
+    for found, wanted in zip(one.score(host, 1), sharded.score(params, 1), strict=True):
         assert (found.targets, found.bytes) == (wanted.targets, wanted.bytes)
         assert found.nats == pytest.approx(wanted.nats, rel=1e-6)
 
 
 def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(sharded, params):
-    scores = sharded.score(jax.tree.map(jnp.zeros_like, params))
+    scores = sharded.score(jax.tree.map(jnp.zeros_like, params), 1)
     for score in scores:
         assert score.perplexity == pytest.approx(258, rel=1e-5)
         assert score.bits_per_byte == pytest.approx(math.log2(258), rel=1e-6)

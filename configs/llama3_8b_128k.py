@@ -1,0 +1,25 @@
+"""Llama 3 8B at 128K tokens, eight sequences a step.
+
+Command:  ringflash train --config=configs/llama3_8b_128k.py --workdir=DIR, on every host of the slice
+Plan:     ringflash plan --config=configs/llama3_8b_128k.py --topology=v5p:4x4x4
+Hardware: 64 chips of v5p
+Expect:   TODO
+"""
+
+from base import get_config as base
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = base()
+    config.steps = 10_000
+    config.seq_len = 131_072
+    config.global_batch_size = 8
+    config.model.preset = "llama3-8b"
+    config.model.tied_embeddings = False
+    config.model.remat = "attention"
+    config.mesh.fsdp = 8
+    config.mesh.context = 8
+    config.optimizer.warmup_steps = 500
+    config.optimizer.decay_steps = 10_000
+    return config

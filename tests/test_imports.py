@@ -36,6 +36,7 @@ LEVELS = {
     "leaves": 0,
     "integrity": 0,
     "config": 1,
+    "shards": 1,
     "torus": 1,
     "checks": 3,
     "assemble": 3,

@@ -16,6 +16,7 @@ from ringflash.config import ModelConfig
 from ringflash.model.rope import angles, rotate
 
 Array = jax.Array
+LookupFn = Callable[[Array, Array], Array]
 AttentionFn = Callable[[Array, Array, Array, Array, Array], Array]
 CUT_STD = 0.87962566  # the standard deviation of a standard normal that is cut at -2 and 2
 
@@ -24,6 +25,11 @@ def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: str) -> n
     """A weight drawn from a truncated normal of variance 1 / fan_in."""
     init = jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5 / CUT_STD)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
+
+
+def rows(table_VD: Array, tokens_BT: Array) -> Array:
+    """The table's row of each token, where the table is whole."""
+    return table_VD[tokens_BT]
 
 
 class RMSNorm(nnx.Module):

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from ringflash.config import ModelConfig
-from ringflash.model.layers import AttentionFn, Block, RMSNorm, matrix
+from ringflash.model.layers import AttentionFn, Block, LookupFn, RMSNorm, matrix, rows
 
 Array = jax.Array
 
@@ -22,11 +22,22 @@ POLICIES = {
 
 
 class Decoder(nnx.Module):
-    """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them."""
+    """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them.
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+    lookup: (table_VD, tokens_BT) -> x_BTD, in the table's dtype or the compute dtype; its gradients must be
+    added up in the table's dtype or a wider one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFn,
+        rngs: nnx.Rngs,
+        *,
+        lookup: LookupFn = rows,
+    ) -> None:
         V, D = config.vocab_size, config.width
-        self.config = config
+        self.config, self.lookup = config, lookup
         # Rows of variance 1 / D: tied, they make logits of variance 1 from normalised states.
         self.embedding_VD = matrix(rngs, (V, D), D, config.param_dtype)
         self.norm = RMSNorm(config)
@@ -49,7 +60,7 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, block)(x_BTD, positions_BT, segment_ids_BT), None
 
         # Rows are cast after the look-up, so that their gradients are added up in the parameters' dtype.
-        x = self.embedding_VD[...][tokens_BT].astype(self.config.dtype)
+        x = self.lookup(self.embedding_VD[...], tokens_BT).astype(self.config.dtype)
         x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, blocks)
         return self.norm(x)
 

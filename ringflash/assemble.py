@@ -29,6 +29,7 @@ from ringflash.data.pipeline import EvalRows, Pipeline, eval_batches, train_pipe
 from ringflash.data.sources import make_source, split
 from ringflash.data.tokenizers import check_vocab, make_tokenizer
 from ringflash.evaluate import perplexity
+from ringflash.loss import counted
 from ringflash.mesh import BATCH_AXES, extent, make_mesh, put
 from ringflash.ring_order import ring_hops
 from ringflash.step import State
@@ -111,10 +112,9 @@ def make_score(
 
     @partial(jax.jit, compiler_options=compiler_options(mesh))
     def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
-        losses_BT = batch_losses(graph, config.loss.chunk, mesh, params, batch)
-        return perplexity.bucket_sums(
-            losses_BT, batch.positions_BT, batch.loss_mask_BT, bytes_BT, bounds
-        )
+        losses_BT = batch_losses(graph, config.loss, mesh, params, batch)
+        counts_BT = counted(batch.targets_BT, batch.loss_mask_BT)
+        return perplexity.bucket_sums(losses_BT, batch.positions_BT, counts_BT, bytes_BT, bounds)
 
     def score(params: Any) -> list[perplexity.Score]:
         pairs = zip(rows.batches, rows.target_bytes, strict=True)

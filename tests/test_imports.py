@@ -22,6 +22,7 @@ COMPONENTS = {
     "ringflash.evaluate.run": "eval",
     "ringflash.ring_order": "torus",
     "ringflash.build": "assemble",
+    "ringflash.logits": "loss",
     "ringflash.plan.attention": "planning",
     "ringflash.plan.options": "planning",
     "ringflash.plan.rows": "planning",

@@ -87,3 +87,18 @@ def test_the_z_loss_is_in_the_gradient_and_not_in_the_loss(source):
     assert found.objective > 1.5 * plain.total
     leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(moved), strict=True)
     assert all(np.abs(np.asarray(a) - np.asarray(b)).max() > 1e-3 for a, b in leaves)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab_size", [512, 514])
+def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, tied, vocab_size):
+    """Of all parameters, with a vocabulary that divides over `tensor` and one that does not."""
+    sizes = {"model__tied_embeddings": tied, "model__vocab_size": vocab_size, "model__layers": 1}
+    sizes |= {"attention__layout": "contiguous", "loss__vocab_chunk": 100, "loss__z_loss": 0.01}
+    sizes |= {"model__kv_heads": 4}
+    alone = tiny(source, mesh__context=1, **sizes)
+    mixed = tiny(source, mesh__context=2, mesh__tensor=4, **sizes)
+    batch = batch_of(alone)
+    (found, grads), (wanted, exact) = sums_of(mixed, batch), sums_of(alone, batch, 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), grads, exact)

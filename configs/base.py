@@ -83,6 +83,8 @@ def get_config() -> ConfigDict:
 
     config.loss = ConfigDict(type_safe=False)
     config.loss.chunk = 1024  # tokens of a shard whose logits exist at one time; at least 1
+    config.loss.vocab_chunk = 8192  # columns of a device whose logits exist at one time; at least 1
+    config.loss.z_loss = 0.0  # times (ln Z)^2 of each target is added in training; at least 0
 
     config.checkpoint = ConfigDict(type_safe=False)
     config.checkpoint.every = 100  # steps between two checkpoints; 0: only at the end

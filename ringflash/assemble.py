@@ -33,6 +33,7 @@ from ringflash.data.sources import make_source, split
 from ringflash.data.tokenizers import check_vocab, make_tokenizer
 from ringflash.evaluate import perplexity
 from ringflash.legs import Leg, in_short, leg_at, make_leg
+from ringflash.loss import counted
 from ringflash.mesh import BATCH_AXES, extent, move, put
 from ringflash.ring_order import ring_hops
 from ringflash.stages import stages_of
@@ -115,9 +116,10 @@ def make_score(legs: Sequence[Leg], rows: EvalRows) -> Callable[[Any, int], list
 
         @partial(jax.jit, compiler_options=compiler_options(mesh))
         def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
-            losses_BT = batch_losses(graph, own.loss.chunk, mesh, params, batch)
+            losses_BT = batch_losses(graph, own.loss, mesh, params, batch)
+            counts_BT = counted(batch.targets_BT, batch.loss_mask_BT)
             return perplexity.bucket_sums(
-                losses_BT, batch.positions_BT, batch.loss_mask_BT, bytes_BT, bounds
+                losses_BT, batch.positions_BT, counts_BT, bytes_BT, bounds
             )
 
         return sums

@@ -30,10 +30,12 @@ from ringflash.attention import (
     make_kernel,
 )
 from ringflash.attention.attend import request
-from ringflash.config import Config
-from ringflash.data.batch import Batch
-from ringflash.loss import summed_loss, token_losses
-from ringflash.mesh import BATCH, BATCH_AXES, extent, shardings
+from ringflash.config import Config, LossConfig
+from ringflash.data.batch import Batch, padding_rows
+from ringflash.embedding import make_lookup
+from ringflash.logits import Cut
+from ringflash.loss import counted, summed_loss, token_losses
+from ringflash.mesh import BATCH, BATCH_AXES, extent, shardings, spec_of
 from ringflash.model.layers import Pieces, at_once
 from ringflash.model.transformer import Decoder
 from ringflash.optimizer import make_optimizer
@@ -82,6 +84,14 @@ def build(config: Config, mesh: Mesh) -> Built:
     return Built(graph, abstract, jax.jit(init, out_shardings=placed), step)
 
 
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+    """The batch of a step, shapes and shardings alone."""
+    size = (config.global_batch_size, config.seq_len)
+    placed = NamedSharding(mesh, BATCH)
+    row = padding_rows(1, seq_len=1)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(size, x.dtype, sharding=placed), row)
+
+
 def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], Any]]:
     """The model's structure, and the function that draws its parameters."""
 
@@ -100,9 +110,13 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
             axes=ATTENTION_AXES,
         )
 
+    model = config.model
+    split = spec_of("embedding_VD", (model.vocab_size, model.width), mesh)
+    lookup = make_lookup(mesh, axes=BATCH, split=split, dtype=model.dtype)
+
     def build() -> Decoder:
-        pieces = in_pieces(mesh, config.model.mlp_chunk)
-        return Decoder(config.model, attention, nnx.Rngs(config.seed), pieces)
+        pieces = in_pieces(mesh, model.mlp_chunk)
+        return Decoder(model, attention, nnx.Rngs(config.seed), lookup=lookup, pieces=pieces)
 
     graph = nnx.graphdef(nnx.eval_shape(build))
     return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))
@@ -135,32 +149,32 @@ def pieces_of(tokens: int, chunk: int) -> int:
     return next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= chunk)
 
 
-def restore_model(graph: nnx.GraphDef, params: Any, mesh: Mesh) -> Decoder:
-    """The model with these parameters, the embedding gathered whole.
-
-    Tokens are looked up in a table that is split as parameters are, over context too, by gathering
-    the tokens of the whole sequence instead.
-    """
-    whole = jax.lax.with_sharding_constraint(params["embedding_VD"], NamedSharding(mesh, P()))
-    model = nnx.merge(graph, params | {"embedding_VD": whole})
-    assert isinstance(model, Decoder)
-    return model
+def hidden(graph: nnx.GraphDef, params: Any, batch: Batch) -> tuple[Array, Array]:
+    """The states that logits are made of, [B, T, D], and the matrix that makes them, [D, V]."""
+    model = nnx.merge(graph, params)
+    return model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT), model.unembedding()
 
 
-def loss_sum(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> LossSum:
-    """The loss over the batch, as sum and count."""
-    model = restore_model(graph, params, mesh)
-    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
-    total = summed_loss(
+def cut_of(loss: LossConfig, unembedding_DV: Array, mesh: Mesh) -> Cut:
+    """How the loss is cut up. Tied, the unembedding lies as the embedding transposed: the same way."""
+    split = spec_of("unembedding_DV", unembedding_DV.shape, mesh)
+    return Cut(mesh, BATCH, split, loss.chunk, loss.vocab_chunk)
+
+
+def loss_sum(
+    graph: nnx.GraphDef, loss: LossConfig, mesh: Mesh, params: Any, batch: Batch
+) -> LossSum:
+    """The loss over the batch, as sums and count."""
+    x_BTD, w_DV = hidden(graph, params, batch)
+    objective, total = summed_loss(
         x_BTD,
-        model.unembedding(),
+        w_DV,
         batch.targets_BT,
         batch.loss_mask_BT,
-        chunk=chunk,
-        mesh=mesh,
-        axes=BATCH,
+        cut=cut_of(loss, w_DV, mesh),
+        z_loss=loss.z_loss,
     )
-    return LossSum(total, batch.loss_mask_BT.sum())
+    return LossSum(total, counted(batch.targets_BT, batch.loss_mask_BT).sum(), objective)
 
 
 def grads_of(
@@ -168,19 +182,18 @@ def grads_of(
 ) -> Callable[[Any, Batch], tuple[LossSum, Any]]:
     """(params, batch) -> sums and gradients, as a step has them. placed: the shardings of the parameters."""
     return make_grads(
-        partial(loss_sum, graph, config.loss.chunk, mesh),
+        partial(loss_sum, graph, config.loss, mesh),
         accumulation=config.accumulation,
         place=lambda grads: jax.lax.with_sharding_constraint(grads, placed),
     )
 
 
-def batch_losses(graph: nnx.GraphDef, chunk: int, mesh: Mesh, params: Any, batch: Batch) -> Array:
-    """The loss of each target in nats, [B, T]."""
-    model = restore_model(graph, params, mesh)
-    x_BTD = model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
-    return token_losses(
-        x_BTD, model.unembedding(), batch.targets_BT, chunk=chunk, mesh=mesh, axes=BATCH
-    )
+def batch_losses(
+    graph: nnx.GraphDef, loss: LossConfig, mesh: Mesh, params: Any, batch: Batch
+) -> Array:
+    """The loss of each target in nats, [B, T]; never with the z-loss."""
+    x_BTD, w_DV = hidden(graph, params, batch)
+    return token_losses(x_BTD, w_DV, batch.targets_BT, cut=cut_of(loss, w_DV, mesh))
 
 
 def serving_kernel(config: Config, mesh: Mesh) -> str:

@@ -23,6 +23,7 @@ from ringflash.build import batch_losses, grads_of, make_model
 from ringflash.config import Config, MeshConfig, device_count
 from ringflash.data.batch import Batch, concatenate, padding_rows, reorder, unpacked
 from ringflash.exits import Unequal
+from ringflash.loss import counted
 from ringflash.mesh import BATCH_AXES, extent, make_mesh, put, shardings
 from ringflash.model.presets import REMAT
 from ringflash.stages import stages_of
@@ -166,7 +167,7 @@ def answer(way: Way, batch: Batch, devices: list[jax.Device]) -> Answer:
     mesh, graph, params = begun(config, devices)
 
     run = jax.jit(grads_of(config, graph, mesh, jax.tree.map(lambda x: x.sharding, params)))
-    count = max(1, int(batch.loss_mask_BT.sum()))
+    count = max(1, int(counted(batch.targets_BT, batch.loss_mask_BT).sum()))
     loss, all_grads = 0.0, None
     for piece in way.pieces(batch):
         sums, grads = run(params, laid_out(config, mesh, piece))
@@ -206,7 +207,7 @@ def leaks(config: Config, batch: Batch, devices: list[jax.Device]) -> list[str]:
 
     @jax.jit
     def losses_of(params: Any, batch: Batch) -> jax.Array:
-        return batch_losses(graph, config.loss.chunk, mesh, params, batch)
+        return batch_losses(graph, config.loss, mesh, params, batch)
 
     def losses(batch: Batch) -> np.ndarray:
         return np.asarray(losses_of(params, laid_out(config, mesh, batch)))[: len(batch.tokens_BT)]

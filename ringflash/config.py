@@ -94,9 +94,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Cross-entropy in chunks, so that no [T, V] array is ever made."""
+    """Cross-entropy in chunks of tokens and vocabulary: no [T, V] array is made, no [D, V] gathered."""
 
     chunk: int
+    vocab_chunk: int
+    z_loss: float
 
 
 @dataclass(frozen=True)

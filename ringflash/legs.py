@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from ringflash.build import build, serving_kernel, strategy_of
+from ringflash.build import abstract_batch, build, serving_kernel, strategy_of
 from ringflash.config import Config
-from ringflash.data.batch import Batch, padding_rows
-from ringflash.mesh import BATCH, make_mesh, put
+from ringflash.data.batch import Batch
+from ringflash.mesh import make_mesh, put
 from ringflash.stages import Stage
 from ringflash.step import State
 
@@ -36,10 +36,7 @@ class Leg:
 
     def compile(self) -> jax.stages.Compiled:
         """The program of a step; needs no state and no batch."""
-        size = (self.config.global_batch_size, self.config.seq_len)
-        row = padding_rows(1, seq_len=1)
-        placed = NamedSharding(self.mesh, BATCH)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(size, x.dtype, sharding=placed), row)
+        batch = abstract_batch(self.config, self.mesh)
         return self.step.lower(self.abstract_state, batch).compile()
 
 

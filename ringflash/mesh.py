@@ -86,6 +86,11 @@ def spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*fits)
 
 
+def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The PartitionSpec of the parameter of this name."""
+    return spec((jax.tree_util.DictKey(name),), shape, mesh)
+
+
 def extent(axis: str | tuple[str, ...], mesh: Mesh) -> int:
     """The number of devices along one mesh axis, or along several together."""
     return math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis))

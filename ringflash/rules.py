@@ -128,6 +128,8 @@ RULES: Mapping[str, Rule] = {
     "optimizer.clip_norm": above(0),
     "optimizer.ema_decay": FRACTION_BELOW_1,
     "loss.chunk": at_least(1),
+    "loss.vocab_chunk": at_least(1),
+    "loss.z_loss": at_least(0),
     "checkpoint.every": at_least(0),
     "checkpoint.keep": at_least(1),
     "eval.every": at_least(0),

@@ -23,10 +23,14 @@ class State(NamedTuple):
 
 
 class LossSum(NamedTuple):
-    """Sum of losses in nats, fp32, and the number of targets that count, int32; both global."""
+    """Sum of losses in nats, fp32, and the number of targets that count, int32; both global.
+
+    objective: what is minimised, where that is not the sum alone: it has the z-loss too.
+    """
 
     total: Array
     targets: Array
+    objective: Array | None = None
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> State:
@@ -40,7 +44,7 @@ def make_grads(
     accumulation: int = 1,
     place: Callable[[Any], Any] = lambda grads: grads,
 ) -> Callable[[Any, Any], tuple[LossSum, Any]]:
-    """grads(params, batch) -> (sums, gradients of the total), nothing divided by the count yet.
+    """grads(params, batch) -> (sums, gradients of the objective), nothing divided by the count yet.
 
     accumulation: the batch is worked on in so many parts, one after another, and their gradients are added
     up in fp32: only one part's activations exist at a time. Each dim 0 of the batch is a multiple of it.
@@ -48,11 +52,11 @@ def make_grads(
     """
 
     def whole(params: Any, batch: Any) -> tuple[LossSum, Any]:
-        def total(params: Any) -> tuple[Array, LossSum]:
+        def objective(params: Any) -> tuple[Array, LossSum]:
             found = loss_sum(params, batch)
-            return found.total, found
+            return found.total if found.objective is None else found.objective, found
 
-        grads, found = jax.grad(total, has_aux=True)(params)
+        grads, found = jax.grad(objective, has_aux=True)(params)
         return found, grads
 
     def in_parts(params: Any, batch: Any) -> tuple[LossSum, Any]:

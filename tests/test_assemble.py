@@ -4,10 +4,11 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import tiny, tiny_parts, write_documents
 
 from ringflash.attention import LAYOUTS
-from ringflash.build import hop_bytes, make_model, restore_model, strategy_of
+from ringflash.build import hop_bytes, make_model, strategy_of
 from ringflash.data.batch import concatenate, label_row, reorder
 from ringflash.data.tokenizers import ByteTokenizer
 from ringflash.mesh import make_mesh
@@ -200,7 +201,7 @@ def test_no_document_leaks_into_another_over_eight_shards(source, first_state, s
 
     @jax.jit
     def hidden(params, batch):
-        model = restore_model(graph, params, parts.own.mesh)
+        model = nnx.merge(graph, params)
         return model(batch.tokens_BT, batch.positions_BT, batch.segment_ids_BT)
 
     def states(*texts):

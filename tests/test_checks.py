@@ -81,6 +81,8 @@ def test_every_leaf_has_a_rule():
         ("data.held_out_percent=100", r"held_out_percent = 100 .*1 to 99"),
         ("checkpoint.keep=0", r"keep = 0 .*at least 1"),
         ("loss.chunk=0", r"chunk = 0 .*at least 1"),
+        ("loss.vocab_chunk=0", r"vocab_chunk = 0 .*at least 1"),
+        ("loss.z_loss=-1e-4", r"z_loss = -0\.0001 .*at least 0"),
         ("mesh.data=0", r"mesh\.data = 0 .*at least 1, or -1"),
         ("mesh.fsdp=-2", r"mesh\.fsdp = -2 .*at least 1, or -1"),
         ("model.heads=5", r"heads = 5 .*kv_heads = 2: wanted a multiple .*nearest: 4 or 6"),
@@ -179,7 +181,11 @@ def test_an_accelerator_has_its_own_number_of_devices():
         ("stepz", 5, r"stepz = 5: unknown key; nearest: steps \(a whole number, at least 1\)"),
         ("model.widht", 5, r"model\.widht = 5: unknown key; nearest: model\.width"),
         ("modle", ConfigDict({"width": 1}), r"modle: unknown section; nearest: model"),
-        ("loss", 5, r"loss = 5: wanted a section with loss\.chunk$"),
+        (
+            "loss",
+            5,
+            r"loss = 5: wanted a section with loss\.chunk, loss\.vocab_chunk, loss\.z_loss$",
+        ),
     ],
 )
 def test_what_a_file_says_wrong(key, value, told):
@@ -195,7 +201,11 @@ def test_an_int_may_stand_for_a_float():
 
 def test_a_missing_section_tells_each_leaf():
     lines = faults("loss.chunk=5", values=changed("loss", None))
-    assert lines == ["x.py: loss.chunk is missing: wanted a whole number, at least 1"]
+    assert lines == [
+        "x.py: loss.chunk is missing: wanted a whole number, at least 1",
+        "x.py: loss.vocab_chunk is missing: wanted a whole number, at least 1",
+        "x.py: loss.z_loss is missing: wanted a number, at least 0",
+    ]
 
 
 def test_all_faults_come_at_once():

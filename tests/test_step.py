@@ -34,6 +34,25 @@ def test_the_loss_is_a_sum_over_a_count():
     assert state.step == 1
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_is_minimised_need_not_be_what_is_told(accumulation):
+    """The gradient is that of the objective, the loss that of the total."""
+
+    def with_more(params, mask_T):
+        found = loss_sum(params, mask_T)
+        return found._replace(objective=found.total + 4 * params["w"].sum())
+
+    state, mask = {"w": jnp.array([1.0, 3.0])}, jnp.ones(3, bool)
+
+    def part(params, mask_T):  # each row counts as one part, whichever it is
+        return jax.tree.map(lambda x: x / accumulation, with_more(params, jnp.ones(3, bool)))
+
+    found, grads = jax.jit(make_grads(part, accumulation=accumulation))(state, mask)
+    plain, wanted = jax.jit(make_grads(loss_sum))(state, mask)
+    assert found.total == pytest.approx(float(plain.total))
+    np.testing.assert_allclose(grads["w"], wanted["w"] + 4, rtol=1e-6)
+
+
 def test_a_batch_of_padding_changes_nothing_and_is_no_nan():
     step, state = step_of()
     after, metrics = step(state, jnp.zeros(3, bool))

@@ -18,6 +18,7 @@ from ringflash.config import ModelConfig
 from ringflash.model.rope import angles, rotate
 
 Array = jax.Array
+LookupFn = Callable[[Array, Array], Array]
 AttentionFn = Callable[[Array, Array, Array, Array, Array], Array]
 Pieces = Callable[[Callable[[Array], Array], Array], Array]
 CUT_STD = 0.87962566  # the standard deviation of a standard normal that is cut at -2 and 2
@@ -39,6 +40,11 @@ def normed(x: Array, scale: nnx.Param, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
     return (wide * scale[...]).astype(x.dtype)
+
+
+def rows(table_VD: Array, tokens_BT: Array) -> Array:
+    """The table's row of each token, where the table is whole."""
+    return table_VD[tokens_BT]
 
 
 class RMSNorm(nnx.Module):

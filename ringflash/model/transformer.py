@@ -9,7 +9,16 @@ import jax
 from flax import nnx
 
 from ringflash.config import ModelConfig
-from ringflash.model.layers import AttentionFn, Block, Pieces, RMSNorm, at_once, matrix
+from ringflash.model.layers import (
+    AttentionFn,
+    Block,
+    LookupFn,
+    Pieces,
+    RMSNorm,
+    at_once,
+    matrix,
+    rows,
+)
 
 Array = jax.Array
 
@@ -30,13 +39,23 @@ POLICIES = {
 
 
 class Decoder(nnx.Module):
-    """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them."""
+    """tokens -> hidden states; `unembedding` gives the matrix that makes logits of them.
+
+    lookup: (table_VD, tokens_BT) -> x_BTD, in the table's dtype or the compute dtype; its gradients must be
+    added up in the table's dtype or a wider one.
+    """
 
     def __init__(
-        self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs, pieces: Pieces = at_once
+        self,
+        config: ModelConfig,
+        attention: AttentionFn,
+        rngs: nnx.Rngs,
+        *,
+        lookup: LookupFn = rows,
+        pieces: Pieces = at_once,
     ) -> None:
         V, D = config.vocab_size, config.width
-        self.config = config
+        self.config, self.lookup = config, lookup
         # Rows of variance 1 / D: tied, they make logits of variance 1 from normalised states.
         self.embedding_VD = matrix(rngs, (V, D), D, config.param_dtype)
         self.norm = RMSNorm(config)
@@ -59,7 +78,7 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, block)(x_BTD, positions_BT, segment_ids_BT), None
 
         # Rows are cast after the look-up, so that their gradients are added up in the parameters' dtype.
-        x = self.embedding_VD[...][tokens_BT].astype(self.config.dtype)
+        x = self.lookup(self.embedding_VD[...], tokens_BT).astype(self.config.dtype)
         x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, blocks)
         return self.norm(x)
 

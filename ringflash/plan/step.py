@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ringflash import config as configs
 from ringflash.attention import compiler_options
-from ringflash.build import Built, build, strategy_of
+from ringflash.build import Built, abstract_batch, build, strategy_of
 from ringflash.config import Config
-from ringflash.data.batch import Batch
-from ringflash.mesh import BATCH, make_mesh
+from ringflash.mesh import make_mesh
 from ringflash.plan import memory, program
 from ringflash.plan.compiler import in_child
 from ringflash.plan.memory import Buffer
@@ -137,19 +135,6 @@ def found_devices(where: Where) -> Sequence[Any]:
 def program_file(where: Where) -> str:
     """The file with the scheduled program."""
     return "after_optimizations.txt" if where.simulated else "after_codegen.txt"
-
-
-def abstract_batch(config: Config, mesh: Mesh) -> Batch:
-    """A step's batch, shapes alone."""
-    shape = config.global_batch_size, config.seq_len
-    where = NamedSharding(mesh, BATCH)
-    kinds = {"loss_mask_BT": jnp.bool_}
-    return Batch(
-        **{
-            each.name: jax.ShapeDtypeStruct(shape, kinds.get(each.name, jnp.int32), sharding=where)
-            for each in dataclasses.fields(Batch)
-        }
-    )
 
 
 def argument_bytes(built: Built, config: Config, mesh: Mesh) -> dict[str, int]:

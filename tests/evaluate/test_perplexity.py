@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import tiny, tiny_parts
 
-from ringflash.build import make_model, restore_model
+from ringflash.build import make_model
 from ringflash.data.tokenizers import ByteTokenizer
 from ringflash.evaluate.perplexity import Score, bucket_sums, edges, measure, metrics
 from ringflash.mesh import make_mesh
@@ -46,7 +47,7 @@ def by_hand(source, params, parts):
 
     @jax.jit
     def log_probabilities(params, tokens_BT):
-        model = restore_model(graph, params, mesh)
+        model = nnx.merge(graph, params)
         positions_BT = jnp.arange(tokens_BT.shape[1])[None]
         states = model(tokens_BT, positions_BT, jnp.zeros_like(positions_BT))
         return jax.nn.log_softmax(states @ model.unembedding())

@@ -1,0 +1,104 @@
+"""The step as a run has it: what a device never holds, and what counts."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny, write_documents
+
+from ringflash.build import batch_losses, build, grads_of, make_model
+from ringflash.data.batch import label_row
+from ringflash.loss import counted
+from ringflash.mesh import make_mesh, put, shardings
+
+# Of the sizes of Llama 3 8B: a vocabulary of 32 widths, and more columns than a device has tokens.
+V, D, T = 2048, 64, 512
+LLAMA_LIKE = {"model__vocab_size": V, "model__width": D, "model__layers": 1, "seq_len": T}
+CHUNKED = LLAMA_LIKE | {"loss__vocab_chunk": 256, "loss__chunk": 32}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_documents(tmp_path_factory.mktemp("documents"))
+
+
+def batch_of(config):
+    """Rows of one document each."""
+    ids = np.random.default_rng(0).integers(0, 256, (config.global_batch_size, config.seq_len + 1))
+    rows = [label_row([(row[:-1], row[1:])], seq_len=config.seq_len) for row in ids]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+
+
+def largest(compiled):
+    """The arrays of a compiled program by their number of elements, largest first."""
+    text = compiled.as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", text)}
+    return sorted(((int(np.prod(dims)), dims) for dims in shapes), reverse=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("what", ["step", "evaluation", "start"])
+def test_no_device_holds_the_vocabulary_whole(source, tied, what):
+    """Not the table, nor the unembedding, their gradients, or the logits: a quarter of one is too much."""
+    config = tiny(source, model__tied_embeddings=tied, **CHUNKED)
+    mesh = make_mesh(config.mesh)
+    built, batch = build(config, mesh), put(batch_of(config), mesh)
+    if what == "step":
+        lowered = built.step.lower(built.abstract_state, batch)
+    elif what == "start":
+        lowered = built.init.lower()
+    else:
+        run = jax.jit(lambda p, b: batch_losses(built.graph, config.loss, mesh, p, b))
+        lowered = run.lower(built.abstract_state.params, batch)
+    found = largest(lowered.compile())
+    assert any(size == V * D // 8 for size, _ in found), "a device's own part"
+    assert found[0][0] < V * D // 4, found[:3]
+    logits = {dims for _, dims in found if set(dims) >= {32, 256}}
+    assert bool(logits) == (what != "start"), "a chunk of logits"
+
+
+def sums_of(config, batch, devices=8):
+    """LossSum and gradients, jitted on the mesh of a configuration."""
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    graph, init = make_model(config, mesh)
+    params = jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
+    run = grads_of(config, graph, mesh, jax.tree.map(lambda x: x.sharding, params))
+    return jax.jit(run)(params, put(batch, mesh))
+
+
+def test_targets_that_are_negative_are_not_counted(source):
+    config = tiny(source)
+    batch = batch_of(config)
+    few = np.where(np.arange(config.seq_len) % 3 == 0, batch.targets_BT, -100)
+    ignored = dataclasses.replace(batch, targets_BT=few)
+    masked = dataclasses.replace(batch, loss_mask_BT=batch.loss_mask_BT & (few >= 0))
+    found, wanted = sums_of(config, ignored), sums_of(config, masked)
+    assert found[0].targets == wanted[0].targets == counted(few, batch.loss_mask_BT).sum() == 44
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
+
+
+def test_the_z_loss_is_in_the_gradient_and_not_in_the_loss(source):
+    config, batch = tiny(source), batch_of(tiny(source))
+    more = dataclasses.replace(config, loss=dataclasses.replace(config.loss, z_loss=0.5))
+    (plain, grads), (found, moved) = sums_of(config, batch), sums_of(more, batch)
+    assert found.total == plain.total == plain.objective
+    assert found.objective > 1.5 * plain.total
+    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(moved), strict=True)
+    assert all(np.abs(np.asarray(a) - np.asarray(b)).max() > 1e-3 for a, b in leaves)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab_size", [512, 514])
+def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, tied, vocab_size):
+    """Of all parameters, with a vocabulary that divides over `tensor` and one that does not."""
+    sizes = {"model__tied_embeddings": tied, "model__vocab_size": vocab_size, "model__layers": 1}
+    sizes |= {"attention__layout": "contiguous", "loss__vocab_chunk": 100, "loss__z_loss": 0.01}
+    sizes |= {"model__kv_heads": 4}
+    alone = tiny(source, mesh__context=1, **sizes)
+    mixed = tiny(source, mesh__context=2, mesh__tensor=4, **sizes)
+    batch = batch_of(alone)
+    (found, grads), (wanted, exact) = sums_of(mixed, batch), sums_of(alone, batch, 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), grads, exact)

@@ -263,13 +263,28 @@ def device_count(mesh: MeshConfig, available: int) -> int:
     return available if -1 in sizes else math.prod(sizes)
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """The value of every leaf by its dotted key."""
+    tree = dataclasses.asdict(config)
+    found = {key: tree[key] for key in tree if not isinstance(tree[key], dict)}
+    for section in sections():
+        found |= {f"{section}.{name}": value for name, value in tree[section].items()}
+    return found
+
+
+def with_leaves(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with these leaves, by dotted key."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        part = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
+        config = dataclasses.replace(config, **{section or name: part})
+    return config
+
+
 def with_origins(config: Config, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """{key: {"value": ..., "from": ...}} for every leaf, ready for JSON."""
-    tree = dataclasses.asdict(config)
-    flat = {key: tree[key] for key in tree if not isinstance(tree[key], dict)}
-    for section in sections():
-        flat |= {f"{section}.{name}": value for name, value in tree[section].items()}
-    return {key: {"value": flat[key], "from": sources[key]} for key in leaves()}
+    values = flat(config)
+    return {key: {"value": values[key], "from": sources[key]} for key in leaves()}
 
 
 def write_config(path: str | Path, config: Config, sources: Mapping[str, str]) -> None:

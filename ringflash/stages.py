@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ringflash.config import Config
+from ringflash.config import Config, with_leaves
 
 EXAMPLE = "until=1000 seq_len=8192 context=2 theta=10000; until=1500 ..."
 
@@ -46,7 +46,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     early, wrong = parse(config.stages)
     assert not wrong, wrong
     begins = [0, *(stage.until for stage in early)]
-    configs = [*(_with(own, changed(stage, _leaves(own))) for stage in early), own]
+    configs = [*(with_leaves(own, changed(stage, _leaves(own))) for stage in early), own]
     return tuple(map(Stage, begins, configs))
 
 
@@ -153,12 +153,3 @@ def _leaves(config: Config) -> dict[str, Any]:
     """What `changed` looks at, by dotted key."""
     sizes = {key: getattr(config, key) for key in ("seq_len", "global_batch_size")}
     return sizes | {"mesh.context": config.mesh.context, "mesh.fsdp": config.mesh.fsdp}
-
-
-def _with(config: Config, leaves: Mapping[str, Any]) -> Config:
-    """The config with these leaves, by dotted key."""
-    for key, value in leaves.items():
-        section, _, name = key.rpartition(".")
-        part = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
-        config = dataclasses.replace(config, **{section or name: part})
-    return config

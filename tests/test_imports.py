@@ -33,6 +33,8 @@ COMPONENTS = {
     "ringflash.plan.step_options": "planning",
     "ringflash.plan.step_rows": "planning",
     "ringflash.plan.step_run": "planning",
+    "ringflash.plan.step_guess": "planning",
+    "ringflash.plan.step_search": "planning",
     "ringflash.plan.step_time": "planning",
     "ringflash.plan.run": "planning",
 }

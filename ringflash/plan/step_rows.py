@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ringflash.plan.rows import ms
 from ringflash.plan.step import StepFacts
 from ringflash.plan.step_options import StepOptions
+from ringflash.plan.step_search import Found
 from ringflash.plan.step_time import StepTime, is_attention
 
 GIB = 2**30
@@ -164,6 +166,17 @@ def warnings(options: StepOptions, facts: StepFacts, time: StepTime | None) -> I
     open_to_see = sum(not x.overlapped for x in ring if x.place.trips is not None)
     if open_to_see:
         yield f"{open_to_see} of the ring's {len(ring)} transfers stand under no kernel"
+
+
+def found(one: Found) -> dict[str, Any]:
+    """What a search found, as JSON has it."""
+    return {
+        "leaves": one.leaves,
+        "where": str(one.where),
+        "total_bytes": one.facts.total_bytes + one.facts.code_bytes,
+        "seconds": one.time and one.time.total_seconds,
+        "mfu": one.time and one.time.mfu,
+    }
 
 
 def shortage(options: StepOptions, facts: StepFacts) -> str:

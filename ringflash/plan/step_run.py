@@ -8,7 +8,7 @@ from typing import Any
 
 from ringflash.bench.report import Table, tell
 from ringflash.exits import UNEQUAL, ConfigFault, Stop
-from ringflash.plan import step_rows
+from ringflash.plan import step_rows, step_search
 from ringflash.plan.compiler import CompilerFailed
 from ringflash.plan.step import StepFacts, compiled
 from ringflash.plan.step_options import StepOptions, parse
@@ -42,7 +42,10 @@ def planned(options: StepOptions) -> Iterator[Table]:
         yield Table(step_rows.PARTS_TITLE, step_rows.PARTS, step_rows.parts(time))
     for line in step_rows.warnings(options, facts, time):
         yield Table(f"warning: {line}", records=[{"warning": line}])
+    if options.search and options.generation is not None:
+        yield from searched(options)
     if not fits(options, facts):
+        yield from advised(options, facts)
         raise DoesNotFit(step_rows.shortage(options, facts))
 
 
@@ -63,10 +66,32 @@ def time_of(options: StepOptions, facts: StepFacts) -> StepTime | None:
 
 
 def fits(options: StepOptions, facts: StepFacts) -> bool:
-    """The program's code lies in the same memory."""
-    if options.generation is None:
-        return True
-    return facts.fits and facts.total_bytes + facts.code_bytes <= options.generation.hbm_gib * 2**30
+    """Simulated devices have no limit."""
+    return options.generation is None or step_search.fits(facts, options.generation)
+
+
+def searched(options: StepOptions) -> Iterator[Table]:
+    """The quickest that fit, and the longest sequence under the first of them."""
+    found = step_search.search(options.config, options.where)
+    for one in found:
+        yield Table(f"fits: {one}", records=[step_rows.found(one)])
+    if not found:
+        yield Table("of what was compiled nothing fits")
+        return
+    longest = step_search.longest(options.config, found[0])
+    if longest:
+        yield Table(f"longest sequence: {longest}", records=[{"longest": step_rows.found(longest)}])
+
+
+def advised(options: StepOptions, facts: StepFacts) -> Iterator[Table]:
+    """What would fit."""
+    found = step_search.nearest(options.config, options.where, facts.mesh)
+    if found is None:
+        yield Table(
+            "nothing near to it fits: less kept, fewer sequences at a time, twice the slice"
+        )
+    else:
+        yield Table(f"this would fit: {found}", records=[{"would_fit": step_rows.found(found)}])
 
 
 def as_record(options: StepOptions, facts: StepFacts, time: StepTime | None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ringflash.attention import Causal
 from ringflash.config import Config
 from ringflash.flops import causal_pairs, step_flops
 from ringflash.plan import links
@@ -25,6 +24,7 @@ from ringflash.plan.generations import Generation
 from ringflash.plan.program import Program, Transfer
 from ringflash.plan.reading import Reading, collective_seconds, reading_of
 from ringflash.plan.step import StepFacts
+from ringflash.plan.step_guess import job_of
 from ringflash.plan.where import Where
 
 ATTENTION = "attention/"  # of the scope of all that belongs to it
@@ -89,13 +89,6 @@ class Step:
     facts: StepFacts
 
     @property
-    def rows(self) -> int:
-        """Of the batch, that one device works on together."""
-        mesh, config = self.facts.mesh, self.config
-        parts = mesh["data"] * mesh["fsdp"] * config.accumulation
-        return config.global_batch_size // parts
-
-    @property
     def devices(self) -> int:
         """Of all slices."""
         mesh = self.facts.mesh
@@ -104,21 +97,7 @@ class Step:
     @cached_property
     def job(self) -> Job:
         """A layer's attention, as `forecast` takes it."""
-        model, mesh = self.config.model, self.facts.mesh
-        layout = self.config.attention.layout
-        return Job(
-            generation=self.generation.name,
-            shape=(mesh["context"],),
-            shards=mesh["context"],
-            hop_links=max(1, self.facts.hop_links or 1),
-            mask=Causal(),
-            layout=layout if layout in ("contiguous", "striped") else "zigzag",
-            seq_len=self.config.seq_len,
-            rows=self.rows,
-            heads=model.heads // mesh["tensor"],
-            kv_heads=model.kv_heads // mesh["tensor"],
-            head_dim=model.head_dim,
-        )
+        return job_of(self.config, self.facts.mesh, self.generation, self.facts.hop_links or 1)
 
     @cached_property
     def reading(self) -> Reading:

@@ -1,7 +1,8 @@
 """How long a step would take, from figures alone: by this a search puts configurations in order.
 
 Attention is that of `forecast`; the other products go at a fixed part of the matrix units' peak; what
-`tensor` exchanges goes over the links. Nothing is compiled, and memory is not looked at: only the order counts.
+`tensor` exchanges goes over the links. Nothing is compiled, and memory is not looked at: it is the order that
+counts.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ def get_config() -> ConfigDict:
     config.optimizer.beta2 = 0.95  # AdamW's decay of the mean squared gradient; 0 to below 1
     config.optimizer.momentum = 0.95  # Muon's decay of the mean gradient; 0 to below 1
     config.optimizer.clip_norm = 1.0  # the gradient's global norm is clipped to this; above 0
+    config.optimizer.offload = False  # its state lies in the hosts' memory between steps; a bool
     config.optimizer.ema_decay = 0.0  # of an average of the parameters, then evaluated; 0: none
 
     config.loss = ConfigDict(type_safe=False)

@@ -45,6 +45,7 @@ from ringflash.step import LossSum, State, init_state, make_grads, make_step
 log = logging.getLogger(__name__)
 
 Array = jax.Array
+Step = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 ATTENTION_AXES = Axes(BATCH_AXES, ("context",), ("tensor",))
 
 
@@ -68,12 +69,15 @@ def build(config: Config, mesh: Mesh) -> Built:
 
     abstract = jax.eval_shape(init)
     placed = shardings(abstract, mesh)
+    step = make_step(
+        grads_of(config, graph, mesh, placed.params),
+        optimizer,
+        skip_norm=config.skip_norm or math.inf,
+    )
+    if config.optimizer.offload:
+        step, placed = fetching(step, placed), on_host(placed)
     step = jax.jit(
-        make_step(
-            grads_of(config, graph, mesh, placed.params),
-            optimizer,
-            skip_norm=config.skip_norm or math.inf,
-        ),
+        step,
         donate_argnums=0,
         out_shardings=(placed, NamedSharding(mesh, P())),
         compiler_options=compiler_options(mesh),
@@ -82,6 +86,22 @@ def build(config: Config, mesh: Mesh) -> Built:
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
     )
     return Built(graph, abstract, jax.jit(init, out_shardings=placed), step)
+
+
+def on_host(placed: State) -> State:
+    """Shardings with the optimizer's in the memory of the hosts that the devices belong to."""
+    host = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), placed.opt_state)
+    return placed._replace(opt_state=host)
+
+
+def fetching(step: Step, placed: State) -> Step:
+    """The step with the optimizer's state brought to the devices first; `out_shardings` takes it back."""
+
+    def fetched(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+        here = jax.device_put(state.opt_state, placed.opt_state)
+        return step(state._replace(opt_state=here), batch)
+
+    return fetched
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> Batch:

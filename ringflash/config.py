@@ -89,6 +89,7 @@ class OptimizerConfig:
     beta2: float
     momentum: float
     clip_norm: float
+    offload: bool
     ema_decay: float
 
 

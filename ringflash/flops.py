@@ -7,6 +7,8 @@ pairs of tokens that the mask lets see each other are, so that MFU is never abov
 
 from __future__ import annotations
 
+import numpy as np
+
 from ringflash.config import ModelConfig
 
 FORWARD_AND_BACKWARD = 3  # forwards
@@ -22,6 +24,16 @@ def matmul_parameters(model: ModelConfig) -> int:
 def causal_pairs(tokens: int) -> int:
     """How many pairs of a query and a key a document of so many tokens has."""
     return tokens * (tokens + 1) // 2
+
+
+def counts(segment_ids_BT: np.ndarray) -> tuple[int, int]:
+    """Tokens that are no padding, and pairs that a causal mask within documents lets see each other."""
+    tokens = pairs = 0
+    for ids_T in segment_ids_BT:
+        lengths = np.bincount(ids_T[ids_T >= 0])
+        tokens += int(lengths.sum())
+        pairs += int((lengths * (lengths + 1) // 2).sum())
+    return tokens, pairs
 
 
 def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:

@@ -126,6 +126,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.beta2": FRACTION_BELOW_1,
     "optimizer.momentum": FRACTION_BELOW_1,
     "optimizer.clip_norm": above(0),
+    "optimizer.offload": Rule("", lambda value: True),
     "optimizer.ema_decay": FRACTION_BELOW_1,
     "loss.chunk": at_least(1),
     "loss.vocab_chunk": at_least(1),

@@ -21,12 +21,14 @@ from ringflash.data.sources import DataError
 from ringflash.evaluate import perplexity, report
 from ringflash.evaluate.perplexity import Score
 from ringflash.exits import DataFault, Diverged, Preempted
-from ringflash.legs import leg_at
+from ringflash.flops import counts, step_flops
+from ringflash.legs import Leg, leg_at
 from ringflash.observe import memory, writers
 from ringflash.observe.log import logged
 from ringflash.observe.progress import Progress, progress
 from ringflash.observe.table import table
 from ringflash.optimizer import averaged
+from ringflash.plan.generations import of_device_kind
 from ringflash.preemption import StopRequest, stop_requested
 from ringflash.run import Run, begin, put_together
 
@@ -94,7 +96,8 @@ def update(run: Run) -> dict[str, float]:
     """One step, waited for; where a stage begins it is entered before. Returns the step's metrics."""
     start = time.perf_counter()
     leg = leg_at(run.parts.legs, run.step)
-    batch = leg.put(next_batch(run))
+    rows = next_batch(run)
+    batch = leg.put(rows)
     found = {"data/wait_seconds": time.perf_counter() - start}
     if leg is not run.leg:
         found |= run.enter(leg)
@@ -109,8 +112,19 @@ def update(run: Run) -> dict[str, float]:
         "perf/tokens_per_second": run.config.seq_len * run.config.global_batch_size / seconds,
         "memory/host_bytes": memory.host_bytes(),
     }
+    found |= used(leg, rows, seconds)
     held = memory.device_bytes(jax.local_devices())
     return found if held is None else found | {"memory/device_bytes": held}
+
+
+def used(leg: Leg, rows: Batch, seconds: float) -> dict[str, float]:
+    """Of the matrix units, by what the mask of these documents needs; nothing where no peak is known."""
+    devices = leg.mesh.devices
+    generation = of_device_kind(devices.flat[0].device_kind)
+    if generation is None:
+        return {}
+    flops = step_flops(leg.config.model, *counts(rows.segment_ids_BT))
+    return {"perf/mfu": flops / (seconds * generation.peak_flops * devices.size)}
 
 
 def next_batch(run: Run) -> Batch:

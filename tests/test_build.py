@@ -6,9 +6,16 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny import tiny, write_documents
+from tiny import tiny, tiny_parts, write_documents
 
-from ringflash.build import batch_losses, build, grads_of, make_model
+from ringflash.build import (
+    abstract_batch,
+    batch_losses,
+    build,
+    grads_of,
+    make_model,
+    pieces_of,
+)
 from ringflash.data.batch import label_row
 from ringflash.loss import counted
 from ringflash.mesh import make_mesh, put, shardings
@@ -102,3 +109,57 @@ def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, tied, vocab_s
     (found, grads), (wanted, exact) = sums_of(mixed, batch), sums_of(alone, batch, 1)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), grads, exact)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_the_mlp_in_pieces_of_a_shard_is_the_mlp(source, layout, chunk):
+    """Shards of 16 tokens: pieces of 1, of 2 since 3 does not divide, and of 8."""
+    sizes = {"mesh__fsdp": 2, "mesh__context": 4, "attention__layout": layout}
+    whole, pieces = tiny(source, **sizes), tiny(source, model__mlp_chunk=chunk, **sizes)
+    batch = batch_of(whole)
+    (found, grads), (wanted, exact) = sums_of(pieces, batch), sums_of(whole, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, exact)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "count"), [(16, 16, 1), (16, 20, 1), (16, 15, 2), (16, 3, 8), (7, 3, 7)]
+)
+def test_pieces_are_equal_and_none_is_longer(tokens, chunk, count):
+    assert pieces_of(tokens, chunk) == count
+
+
+def test_pieces_need_less_memory(source):
+    """An MLP 16 times as wide as the model: most of what a shard of 64 tokens needs."""
+    sizes = {"seq_len": T, "model__mlp_width": 512, "model__remat": "full", "model__layers": 1}
+
+    def temporaries(**more):
+        config = tiny(source, **sizes, **more)
+        mesh = make_mesh(config.mesh)
+        built = build(config, mesh)
+        lowered = built.step.lower(built.abstract_state, abstract_batch(config, mesh))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(model__mlp_chunk=8) < 0.8 * temporaries()
+
+
+def test_the_optimizer_on_the_host_makes_the_same_steps(source):
+    """And lies there between them."""
+
+    def run(**more):
+        leg = tiny_parts(source, **more).own
+        state, batch = leg.init(), leg.put(batch_of(leg.config))
+        for _ in range(3):
+            state, _ = leg.step(state, batch)
+        return state
+
+    found, wanted = run(optimizer__offload=True), run()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert kinds(found.opt_state) == {"pinned_host"}
+    assert kinds(found.params) == kinds(wanted.opt_state) == {"device"}
+
+
+def kinds(tree):
+    """The memories that its arrays lie in."""
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}

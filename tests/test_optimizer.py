@@ -34,6 +34,7 @@ CONFIG = OptimizerConfig(
     beta2=0.95,
     momentum=0.9,
     clip_norm=1.0,
+    offload=False,
     ema_decay=0.0,
 )
 PARAMS = {"blocks": {"q_DNH": jnp.full((2, 3), 2.0), "scale_D": jnp.full((2,), 2.0)}}

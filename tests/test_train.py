@@ -421,6 +421,14 @@ def test_a_run_with_muon_and_an_average_goes_on_bit_for_bit(source, tmp_path, ca
     assert json.loads((cut / name).read_text()) == json.loads((uncut / name).read_text())
 
 
+def test_a_run_with_its_optimizer_on_the_host_goes_on_bit_for_bit(uncut, source, tmp_path, capsys):
+    """Also one that began with it on the devices."""
+    offload = {"optimizer__offload": True}
+    cut = killed_after(uncut, 3, tmp_path / "cut")
+    start(cut, source, **offload)
+    assert_same_run(cut, uncut, source, **offload)
+
+
 def test_eval_scores_the_newest_checkpoint(uncut, source, tmp_path, capsys):
     workdir = killed_after(uncut, STEPS, tmp_path / "run")
     (workdir / "eval" / "8.json").unlink()

@@ -37,6 +37,11 @@ class Generation:
         return VMEM_MIB[self.name]
 
     @property
+    def peak_flops(self) -> float:
+        """A second, bf16, of a device as compiled here."""
+        return self.flops_per_cycle * self.cores * self.clock_ghz * 1e9
+
+    @property
     def hbm_bytes_per_cycle(self) -> float:
         """What one TensorCore can move from or to HBM in a cycle."""
         return self.hbm_tb_per_s * 1e3 / self.clock_ghz

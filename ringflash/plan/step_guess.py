@@ -55,11 +55,10 @@ def guess(config: Config, mesh: dict[str, int], generation: Generation) -> float
     forwards = 2 if model.remat == "full" else 1
     attention = forwards * found.forward.total_seconds + found.backward.total_seconds
     tokens = config.seq_len * config.global_batch_size / devices
-    peak = generation.flops_per_cycle * generation.cores * generation.clock_ghz * 1e9
     flops = 2 * matmul_parameters(model) * tokens * FORWARDS[model.remat]
     exchanged = 0.0
     if mesh["tensor"] > 1:  # each block gathers and sums what goes in and out, twice, both ways
         held = 2 * model.width * tokens * mesh["tensor"]
         ways = 4 * FORWARDS[model.remat] / 3 * model.layers
         exchanged = ways * links.gather_seconds(generation.name, held, (mesh["tensor"],))
-    return times * attention + flops / (REACHED * peak) + exchanged
+    return times * attention + flops / (REACHED * generation.peak_flops) + exchanged

@@ -147,7 +147,6 @@ def step_time(step: Step) -> StepTime:
     passes = [ring.forward] * forwards + [ring.backward]
     pairs = config.global_batch_size * causal_pairs(config.seq_len)
     tokens = config.global_batch_size * config.seq_len
-    cores = generation.cores * generation.clock_ghz * 1e9
     return StepTime(
         attention_seconds=times * sum(one.kernel_seconds for one in passes),
         attention_exposed_seconds=times * sum(one.exposed_seconds for one in passes),
@@ -158,7 +157,7 @@ def step_time(step: Step) -> StepTime:
         tokens=tokens,
         devices=step.devices,
         chips=step.devices // links.LINKS[generation.name].devices,
-        peak_flops=generation.flops_per_cycle * cores,
+        peak_flops=generation.peak_flops,
     )
 
 

@@ -178,3 +178,14 @@ def test_the_states_are_normalised_and_in_the_compute_dtype():
     np.testing.assert_allclose(np.square(np.float32(states)).mean(-1), 1, rtol=0.02)
     assert CONFIG.param_dtype == "float32"
     assert {leaf.dtype for leaf in jax.tree.leaves(tree(model))} == {jnp.dtype("float32")}
+
+
+def test_with_qk_norm_the_size_of_queries_and_keys_does_not_matter():
+    """Those of every head are normed: scaled weights give the same states, but for epsilon."""
+    model = decoder(config(qk_norm=True))
+    wanted = hidden(model, *row(FIRST))
+    for weight in (model.blocks.attention.q_DNH, model.blocks.attention.k_DKH):
+        weight[...] = 3 * weight[...]
+    np.testing.assert_allclose(hidden(model, *row(FIRST)), wanted, rtol=1e-3, atol=1e-3)
+    model.blocks.attention.q_scale_H[...] = 3 * model.blocks.attention.q_scale_H[...]
+    assert np.abs(hidden(model, *row(FIRST)) - wanted).max() > 1e-2

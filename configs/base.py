@@ -46,6 +46,7 @@ def get_config() -> ConfigDict:
     config.model.remat = "none"  # kept of a layer: none is recomputed, attention, offload, full
     config.model.qk_norm = False  # normalise queries and keys of each head before RoPE; a bool
     config.model.mlp_chunk = 0  # tokens of a shard that are in the MLP at one time; 0: all
+    config.model.matmul = "plain"  # of blocks' products with weights: plain is in dtype; int8, fp8
 
     config.attention = ConfigDict(type_safe=False)
     config.attention.kernel = "auto"  # runs on one shard: auto, or a key of dispatch.KERNELS

@@ -37,6 +37,7 @@ from ringflash.logits import Cut
 from ringflash.loss import counted, summed_loss, token_losses
 from ringflash.mesh import BATCH, BATCH_AXES, extent, shardings, spec_of
 from ringflash.model.layers import Pieces, at_once
+from ringflash.model.matmul import make_product
 from ringflash.model.transformer import Decoder
 from ringflash.optimizer import make_optimizer
 from ringflash.plan.auto import Choice, strategy_for
@@ -134,9 +135,14 @@ def make_model(config: Config, mesh: Mesh) -> tuple[nnx.GraphDef, Callable[[], A
     split = spec_of("embedding_VD", (model.vocab_size, model.width), mesh)
     lookup = make_lookup(mesh, axes=BATCH, split=split, dtype=model.dtype)
 
+    product = make_product(
+        model.matmul, rows=extent(BATCH_AXES, mesh), shards=mesh.shape["context"]
+    )
+
     def build() -> Decoder:
         pieces = in_pieces(mesh, model.mlp_chunk)
-        return Decoder(model, attention, nnx.Rngs(config.seed), lookup=lookup, pieces=pieces)
+        rngs = nnx.Rngs(config.seed)
+        return Decoder(model, attention, rngs, lookup=lookup, pieces=pieces, product=product)
 
     graph = nnx.graphdef(nnx.eval_shape(build))
     return graph, lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param))

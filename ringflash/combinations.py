@@ -13,6 +13,7 @@ from typing import Any
 from ringflash.attention.dispatch import check_strategy, parse
 from ringflash.attention.strategies.ulysses import key_copies
 from ringflash.data.tokenizers import TOKENIZERS
+from ringflash.model import matmul
 from ringflash.stages import Early, changed
 from ringflash.stages import parse as parse_stages
 
@@ -208,6 +209,7 @@ COMBINATIONS = (
     Combination(("model.kv_heads", "mesh.tensor"), _multiple("tensor")),
     Combination(("model.mlp_width", "mesh.tensor"), _multiple("tensor")),
     Combination(("model.head_dim",), _even),
+    Combination(("model.matmul",), matmul.fault),
     Combination(("model.vocab_size", "data.tokenizer"), _vocabulary),
     Combination(("global_batch_size", "accumulation", "mesh.data", "mesh.fsdp"), _batch),
     Combination(("seq_len", "mesh.context", "attention.layout"), _seq_len),

@@ -42,6 +42,7 @@ class ModelConfig:
     remat: str
     qk_norm: bool
     mlp_chunk: int
+    matmul: str
 
 
 @dataclass(frozen=True)

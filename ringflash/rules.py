@@ -17,6 +17,7 @@ from ringflash.attention.dispatch import (
 )
 from ringflash.data.sources import SOURCES
 from ringflash.data.tokenizers import TOKENIZERS
+from ringflash.model.matmul import NAMES
 from ringflash.model.presets import PRESETS, REMAT
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
@@ -100,6 +101,7 @@ RULES: Mapping[str, Rule] = {
     "model.remat": one_of(REMAT),
     "model.qk_norm": Rule("", lambda value: True),
     "model.mlp_chunk": at_least(0),
+    "model.matmul": one_of(NAMES),
     "attention.kernel": one_of(["auto", *KERNELS, *ONE_PLATFORM]),
     "attention.strategy": Rule(
         f"one of auto, {', '.join(sorted(STRATEGIES))}, or parts of context as in ulysses:2*ring:4",

@@ -1,3 +1,4 @@
+import importlib.util
 import math
 import os
 import re
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from ringflash import checks, combinations, rules
+from ringflash import checks, cli, combinations, rules
 from ringflash.config import leaves, load, override, resolve
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -68,6 +69,7 @@ def test_every_leaf_has_a_rule():
         ("model.preset=big", r"preset = 'big' .*one of llama3-70b, .*quickstart, qwen3-4b, small"),
         ("model.dtype=float16", r"dtype = 'float16' .*one of bfloat16, float32"),
         ("model.remat=some", r"remat = 'some' .*one of .*none"),
+        ("model.matmul=int4", r"matmul = 'int4' .*one of fp8, int8, plain"),
         ("attention.kernel=flush", r"kernel = 'flush' .*one of auto, chunked, .*reference"),
         ("attention.strategy=rings", r"strategy = 'rings' .*one of auto, all_gather, ring"),
         (
@@ -287,3 +289,17 @@ def test_probe_says_why_a_workdir_cannot_be_written(tmp_path, monkeypatch):
     fault = checks.probe_workdir(tmp_path)
     assert fault is not None
     assert "No space left on device" in fault
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_products_in_8_bits_need_an_extra(name, monkeypatch, capsys):
+    """Told with all else that is wrong, before a device is touched."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "qwix" else real(n))
+    (told,) = faults(f"model.matmul={name}")
+    assert re.search(rf"matmul = '{name}' .*pip install 'ringflash\[quant\]'", told)
+    assert faults("model.matmul=plain") == []
+    monkeypatch.setattr(cli.startup, "prepare", lambda config: pytest.fail("a device is touched"))
+    path = CONFIGS / "quickstart.py"
+    assert cli.main(["check", f"--config={path}", f"--config.model.matmul={name}"]) == 3
+    assert "ringflash[quant]" in capsys.readouterr().err

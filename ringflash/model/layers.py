@@ -1,8 +1,8 @@
 """The layers of a Llama-style decoder block. Parameters are named with their dims.
 
-Matrix products run in `dtype`; RMSNorm and RoPE in fp32. Attention itself is a function that the block is
+Activations are in `dtype`; RMSNorm and RoPE run in fp32. Attention itself is a function that the block is
 given: (q_BTNH, k_BTKH, v_BTKH, positions_BT, segment_ids_BT) -> out_BTNH; and so is what works a function of
-tokens off in pieces: (f, x_BTD) -> f(x_BTD).
+tokens off in pieces: (f, x_BTD) -> f(x_BTD); and what multiplies with the weights, a `matmul.Product`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ringflash.config import ModelConfig
+from ringflash.model.matmul import Product, plain
 from ringflash.model.rope import angles, rotate
 
 Array = jax.Array
@@ -64,9 +65,15 @@ class Attention(nnx.Module):
     qk_norm: each head's queries and keys are `normed` before it, as in Qwen3 (arXiv:2505.09388).
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFn,
+        rngs: nnx.Rngs,
+        product: Product = plain,
+    ) -> None:
         D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
-        self.config, self.attention = config, attention
+        self.config, self.attention, self.product = config, attention, product
         self.q_DNH = matrix(rngs, (D, N, H), D, config.param_dtype)
         self.k_DKH = matrix(rngs, (D, K, H), D, config.param_dtype)
         self.v_DKH = matrix(rngs, (D, K, H), D, config.param_dtype)
@@ -78,45 +85,46 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
         turn = angles(positions_BT, head_dim=self.config.head_dim, theta=self.config.rope_theta)
-
-        def project(weight: nnx.Param) -> Array:
-            return jnp.einsum("btd,dnh->btnh", x_BTD, weight[...].astype(x_BTD.dtype))
-
-        q, k, v = project(self.q_DNH), project(self.k_DKH), project(self.v_DKH)
+        q, k, v = (self.product(x_BTD, w[...], 1) for w in (self.q_DNH, self.k_DKH, self.v_DKH))
         if self.config.qk_norm:
             q = normed(q, self.q_scale_H, self.config.norm_eps)
             k = normed(k, self.k_scale_H, self.config.norm_eps)
         out = self.attention(rotate(q, turn), rotate(k, turn), v, positions_BT, segment_ids_BT)
-        return jnp.einsum("btnh,nhd->btd", out, self.out_NHD[...].astype(x_BTD.dtype))
+        return self.product(out, self.out_NHD[...], 2)
 
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, product: Product = plain) -> None:
         D, F = config.width, config.mlp_width
+        self.product = product
         self.gate_DF = matrix(rngs, (D, F), D, config.param_dtype)
         self.up_DF = matrix(rngs, (D, F), D, config.param_dtype)
         self.down_FD = matrix(rngs, (F, D), F * 2 * config.layers, config.param_dtype)
 
     def __call__(self, x_BTD: Array) -> Array:
-        gate, up, down = (
-            w[...].astype(x_BTD.dtype) for w in (self.gate_DF, self.up_DF, self.down_FD)
-        )
-        return (jax.nn.silu(x_BTD @ gate) * (x_BTD @ up)) @ down
+        gate, up = (self.product(x_BTD, w[...], 1) for w in (self.gate_DF, self.up_DF))
+        return self.product(jax.nn.silu(gate) * up, self.down_FD[...], 1)
 
 
 class Block(nnx.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, attention: AttentionFn, rngs: nnx.Rngs, pieces: Pieces = at_once
+        self,
+        config: ModelConfig,
+        attention: AttentionFn,
+        rngs: nnx.Rngs,
+        *,
+        pieces: Pieces = at_once,
+        product: Product = plain,
     ) -> None:
         self.pieces = pieces
         self.attention_norm = RMSNorm(config)
-        self.attention = Attention(config, attention, rngs)
+        self.attention = Attention(config, attention, rngs, product)
         self.mlp_norm = RMSNorm(config)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config, rngs, product)
 
     def __call__(self, x_BTD: Array, positions_BT: Array, segment_ids_BT: Array) -> Array:
         x_BTD = checkpoint_name(x_BTD, "block_in")

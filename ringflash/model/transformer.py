@@ -19,6 +19,7 @@ from ringflash.model.layers import (
     matrix,
     rows,
 )
+from ringflash.model.matmul import Product, plain
 
 Array = jax.Array
 
@@ -53,6 +54,7 @@ class Decoder(nnx.Module):
         *,
         lookup: LookupFn = rows,
         pieces: Pieces = at_once,
+        product: Product = plain,
     ) -> None:
         V, D = config.vocab_size, config.width
         self.config, self.lookup = config, lookup
@@ -65,7 +67,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, attention, rngs, pieces)
+            return Block(config, attention, rngs, pieces=pieces, product=product)
 
         self.blocks = stacked(rngs)
 

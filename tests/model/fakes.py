@@ -32,6 +32,7 @@ CONFIG = ModelConfig(
     remat="none",
     qk_norm=False,
     mlp_chunk=0,
+    matmul="plain",
 )
 
 

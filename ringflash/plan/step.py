@@ -155,9 +155,9 @@ def held(tree: Any) -> int:
 
 
 def total_of(used: Any, dump: Path) -> int:
-    """The compiler's figure; of what does not fit, its report's."""
+    """The compiler's figure; of what does not fit, the sum of its assignment."""
     if used is None:
-        return memory.total_of(written(dump, "memory-usage-report.txt"))
+        return memory.total_of(written(dump, "buffer-assignment.txt"))
     own = used.output_size_in_bytes - used.alias_size_in_bytes
     return int(used.argument_size_in_bytes + own + used.temp_size_in_bytes)
 

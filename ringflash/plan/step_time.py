@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ringflash.attention import Causal
+from ringflash.attention import LAYOUTS, Causal
 from ringflash.config import Config
 from ringflash.flops import causal_pairs, step_flops
 from ringflash.plan import links
@@ -105,14 +105,16 @@ class Step:
     def job(self) -> Job:
         """A layer's attention, as `forecast` takes it."""
         model, mesh = self.config.model, self.facts.mesh
-        layout = self.config.attention.layout
+        layout, even = self.config.attention.layout, 2 * mesh["context"]
+        # One that depends on the data is about as even as these two are.
+        near = "striped" if self.config.seq_len % even else "zigzag"
         return Job(
             generation=self.generation.name,
             shape=(mesh["context"],),
             shards=mesh["context"],
             hop_links=max(1, self.facts.hop_links or 1),
             mask=Causal(),
-            layout=layout if layout in ("contiguous", "striped") else "zigzag",
+            layout=layout if layout in LAYOUTS else near,
             seq_len=self.config.seq_len,
             rows=self.rows,
             heads=model.heads // mesh["tensor"],
@@ -225,8 +227,18 @@ def over_dcn(one: Transfer, step: Step) -> bool:
 
 
 def transfer_seconds(one: Transfer, step: Step) -> float:
-    """One execution; over DCN each device of a slice sends its part of what is exchanged."""
+    """One execution."""
     if not over_dcn(one, step):
         return collective_seconds(one, step.generation.name, step.where.topology)
-    within = 1 if one.pairs else max(1, one.group // step.where.slices)
-    return links.dcn_seconds(2 * one.bytes / within)
+    return links.dcn_seconds(dcn_bytes(one, step.where.slices))
+
+
+def dcn_bytes(one: Transfer, slices: int) -> float:
+    """What each device sends to other slices: its part of what the slice has, but of an exchange all."""
+    if one.pairs:
+        return one.bytes
+    others = (slices - 1) / slices
+    if "all-to-all" in one.kind:
+        return others * one.bytes
+    times = {"all-reduce": 2, "reduce-scatter": one.group}
+    return times.get(one.kind, 1) * others * one.bytes / max(1, one.group // slices)

@@ -270,6 +270,19 @@ def test_of_branches_the_one_that_runs_counts(tensor):
     assert found.collectives == ()
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_loops_whose_turns_are_open_run_as_far_as_the_mask_needs(tensor):
+    """Of four shards two hops up and one down, whatever lies between two neighbours of a ring."""
+    places = [Place(name, (f"while.{name}",), None, (), OWN) for name in ("up", "down")]
+    pairs = [
+        tuple((n, (n + way * tensor) % (4 * tensor)) for n in range(4 * tensor)) for way in (1, -1)
+    ]
+    ring = [sent(place, way) for place, way in zip(places, pairs, strict=True)]
+    for place, runs in zip(places, (2, 1), strict=True):
+        step = made(*ring, others=[Call("f", place, cycles=1500)], mesh=(1, 1, 4, tensor))
+        assert step_time(step).other_seconds == pytest.approx(runs * 1e-6)
+
+
 def test_one_device_along_context():
     found = step_time(made(gather(), mesh=(1, 8, 1, 1)))
     assert found.attention_exposed_seconds == 0

@@ -46,14 +46,18 @@ def require() -> None:
         raise ConfigFault(f"libtpu, the TPU compiler, is not installed: {EXTRA}")
 
 
-def in_child(work: str, argument: Any, *, seconds: float, flags: str = "") -> Any:
+def in_child(
+    work: str, argument: Any, *, seconds: float, flags: str = "", needs_libtpu: bool = True
+) -> Any:
     """What `work`, "package.module:function", returns for (argument, dump), called in a child.
 
     argument, result: whatever JSON can hold.  dump: the directory into which the compiler writes its
     schedules meanwhile.  seconds: after that many the child is killed.  flags: further LIBTPU_INIT_ARGS.
+    needs_libtpu: not where it compiles for simulated devices.
     Raises ConfigFault where libtpu is absent, CompilerFailed with the child's last lines.
     """
-    require()
+    if needs_libtpu:
+        require()
     with tempfile.TemporaryDirectory(prefix="ringflash-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         (home / "dump").mkdir()

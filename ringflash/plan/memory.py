@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?.*$")
+ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?(.*)$")
 PARAMETER = re.compile(r", parameter (\d+), shape \|([^|]*)\|")
 VALUE = re.compile(r"^ value: <\d+ ([^\s{@]+)(\S*) @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
-TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 DEFINED = re.compile(r"^\s+(?:ROOT )?%([\w.\-<>]+) = .*$", re.MULTILINE)
 OP = re.compile(r'op_name="([^"]*)"')
 FRAME = re.compile(r"stack_frame_id=(\d+)")
-HOST = 5  # the color of the host's memory
+HBM = 0  # the color of the device's own memory
+# What a computation of its own, such as SparseCore's, is given lies where its caller has it.
+ELSEWHERE = "thread-local"
 SMALL = 2**20  # bytes: what is smaller is not told one by one
 OURS = "/ringflash/"
 
@@ -33,7 +34,7 @@ class Slot:
     shape: str
     values: list[str] = field(default_factory=list)
     parameter: int | None = None
-    color: int = 0
+    color: int = HBM
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,17 @@ class Buffer:
 def slots(text: str) -> list[Slot]:
     """Every place of the assignment that holds `SMALL` bytes or more."""
     found: dict[tuple[int, int, int], Slot] = {}
-    at, color, parameter = -1, 0, None
+    at, color, parameter, here = -1, HBM, None, True
     for line in text.splitlines():
         head = ALLOCATION.match(line)
         if head:
             given = PARAMETER.search(line)
-            at, color = at + 1, int(head[2] or 0)
+            at, color = at + 1, int(head[2] or HBM)
             parameter = int(given[1]) if given else None
+            here = ELSEWHERE not in head[3]
             continue
         value = VALUE.match(line)
-        if not value or int(value[3]) < SMALL:
+        if not here or not value or int(value[3]) < SMALL:
             continue
         size, offset = int(value[3]), int(value[4])
         fresh = Slot(at, offset, size, plain(value[5]), [], parameter, color)
@@ -142,7 +144,7 @@ def largest(
 ) -> list[Buffer]:
     """The `count` largest; parameters: of the program's, by number, their names."""
     told = []
-    for one in [slot for slot in apart(found) if slot.color == 0][:count]:
+    for one in [slot for slot in apart(found) if slot.color == HBM][:count]:
         op, line = origins.of(one.values)
         if one.parameter is not None:
             op, line = parameters.get(one.parameter, f"argument {one.parameter}"), ""
@@ -150,9 +152,16 @@ def largest(
     return told
 
 
-def total_of(report: str) -> int:
-    """Bytes of HBM in the compiler's report on its use, which it writes for what does not fit too."""
-    found = TOTAL.search(report)
+def total_of(text: str) -> int:
+    """Bytes of HBM that the assignment takes, which the compiler writes of what does not fit too.
+
+    As `memory_analysis` counts them: without constants, which are few bytes.
+    """
+    found = [head for head in map(ALLOCATION.match, text.splitlines()) if head]
     if not found:
-        raise ValueError("wanted a report on memory from the compiler, found none")
-    return int(found[1])
+        raise ValueError("wanted an assignment of buffers from the compiler, found none")
+    return sum(
+        int(size)
+        for size, color, kind in (head.groups() for head in found)
+        if int(color or HBM) == HBM and ELSEWHERE not in kind and ", constant:" not in kind
+    )

@@ -29,6 +29,7 @@ from ringflash.plan.memory import Buffer
 from ringflash.plan.program import Program
 from ringflash.plan.where import CPU, Where
 from ringflash.ring_order import ring_hops
+from ringflash.startup import order_collectives
 
 SECONDS_A_STEP = 1800
 FLAGS = "--xla_jf_dump_to="  # no schedules: they would take several times as long as the compiler
@@ -67,7 +68,11 @@ def compiled(asked: Sequence[tuple[Config, Where]]) -> list[StepFacts | str]:
     """The facts of each step, or why there are none. Raises what `in_child` does."""
     values = [[dataclasses.asdict(config), dataclasses.asdict(where)] for config, where in asked]
     told = in_child(
-        f"{__name__}:compile_all", values, seconds=SECONDS_A_STEP * len(asked), flags=FLAGS
+        f"{__name__}:compile_all",
+        values,
+        seconds=SECONDS_A_STEP * len(asked),
+        flags=FLAGS,
+        needs_libtpu=not all(where.simulated for _, where in asked),
     )
     return [one if isinstance(one, str) else from_json(one) for one in told]
 
@@ -122,6 +127,7 @@ def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
 def found_devices(where: Where) -> Sequence[Any]:
     """Those of a slice that need not be there, or simulated ones."""
     if where.simulated:
+        order_collectives()  # as a run does: another schedule takes other memory
         jax.config.update("jax_num_cpu_devices", where.devices)
         return jax.devices(CPU)
     # Loads the compiler: never in the parent.
@@ -155,9 +161,9 @@ def held(tree: Any) -> int:
 
 
 def total_of(used: Any, dump: Path) -> int:
-    """The compiler's figure; of what does not fit, its report's."""
+    """The compiler's figure; of what does not fit, the sum of its assignment."""
     if used is None:
-        return memory.total_of(written(dump, "memory-usage-report.txt"))
+        return memory.total_of(written(dump, "buffer-assignment.txt"))
     own = used.output_size_in_bytes - used.alias_size_in_bytes
     return int(used.argument_size_in_bytes + own + used.temp_size_in_bytes)
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ringflash import checks, config_file
@@ -57,30 +58,49 @@ def parse(arguments: Sequence[str]) -> StepOptions:
         faults.append("--config is missing: wanted --config=FILE.py")
     if "topology" not in taken and not any("--topology" in fault for fault in faults):
         faults.append("--topology is missing: wanted --topology=v5p:4x4x4, say")
-    where = Where(taken.get("topology", f"{CPU}:1"), taken.get("slices", 1))
+    where = Where(taken["topology"], taken.get("slices", 1)) if "topology" in taken else None
     config, told = read(taken["config"], overrides, where) if "config" in taken else (None, [])
     faults += told
-    if where.simulated and where.slices > 1:
+    if where is not None and where.simulated and where.slices > 1:
         faults.append(f"--slices={where.slices}: simulated devices are one slice")
-    if config is not None and not faults:
+    if config is not None and where is not None and not faults:
         faults += mesh_faults(config.mesh, where)
-    if faults or config is None:
+    if faults or config is None or where is None:
         raise ConfigFault(*faults)
     others = {name: taken[name] for name in ("price", *SWITCHES) if name in taken}
     return StepOptions(taken["config"], config, where, **others)
 
 
-def read(path: str, overrides: Sequence[str], where: Where) -> tuple[Config | None, list[str]]:
-    """The configuration, or all that is wrong with it."""
-    platform = CPU if where.simulated else "tpu"
+def read(
+    path: str, overrides: Sequence[str], where: Where | None
+) -> tuple[Config | None, list[str]]:
+    """The configuration, or all that is wrong with it; where: None for what is not known yet."""
+    simulated = where is not None and where.simulated
     try:
         file = config_file.read(path)
     except ConfigFault as fault:
         return None, fault.lines()
-    if platform == CPU:
+    if where is not None and simulated:
         overrides = [*overrides, f"--config.cpu_devices={where.devices}"]
-    faults = checks.faults(file.values, path=file.path, overrides=overrides, platform=platform)
+    platform = CPU if simulated else "tpu"
+    judge = partial(checks.faults, file.values, path=file.path, platform=platform)
+    faults = judge(overrides=overrides)
+    if not faults and where is not None:
+        left = left_over(resolve(override(file.values, overrides)).mesh, where)
+        overrides = [*overrides, *left]
+        faults = judge(overrides=overrides) if left else []
     return (None, faults) if faults else (resolve(override(file.values, overrides)), [])
+
+
+def left_over(mesh: MeshConfig, where: Where) -> list[str]:
+    """The flag for an axis of -1 that says what is left for it: only then can all be checked."""
+    sizes = dataclasses.asdict(mesh)
+    known = math.prod(size for size in sizes.values() if size != -1)
+    return [
+        f"--config.mesh.{axis}={where.devices // known}"
+        for axis, size in sizes.items()
+        if size == -1 and where.devices % known == 0
+    ]
 
 
 def value(argument: str) -> dict[str, Any]:
@@ -127,12 +147,10 @@ def mesh_faults(mesh: MeshConfig, where: Where) -> list[str]:
     faults = []
     if devices % known if -1 in sizes.values() else devices != known:
         shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        rest = devices // (known // sizes["context"]) if sizes["context"] != -1 else 0
-        fit = f"; one that fits: mesh.context = {rest}" if rest else ""
-        faults.append(
-            f"the mesh {shape} takes {known} devices, {where} has {devices}"
-            f"{fit if rest and devices % rest == 0 else ''}"
-        )
+        others = known // max(1, sizes["context"])
+        fits = devices % others == 0
+        fit = f"; one that fits: mesh.context = {devices // others}" if fits else ""
+        faults.append(f"the mesh {shape} takes {known} devices, {where} has {devices}{fit}")
     data = devices // known if sizes["data"] == -1 else sizes["data"]
     if data % where.slices:
         faults.append(

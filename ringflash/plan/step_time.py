@@ -203,8 +203,18 @@ def over_dcn(one: Transfer, step: Step) -> bool:
 
 
 def transfer_seconds(one: Transfer, step: Step) -> float:
-    """One execution; over DCN each device of a slice sends its part of what is exchanged."""
+    """One execution."""
     if not over_dcn(one, step):
         return collective_seconds(one, step.generation.name, step.where.topology)
-    within = 1 if one.pairs else max(1, one.group // step.where.slices)
-    return links.dcn_seconds(2 * one.bytes / within)
+    return links.dcn_seconds(dcn_bytes(one, step.where.slices))
+
+
+def dcn_bytes(one: Transfer, slices: int) -> float:
+    """What each device sends to other slices: its part of what the slice has, but of an exchange all."""
+    if one.pairs:
+        return one.bytes
+    others = (slices - 1) / slices
+    if "all-to-all" in one.kind:
+        return others * one.bytes
+    times = {"all-reduce": 2, "reduce-scatter": one.group}
+    return times.get(one.kind, 1) * others * one.bytes / max(1, one.group // slices)

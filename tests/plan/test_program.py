@@ -8,6 +8,7 @@ import pytest
 from programs import BACK, KERNEL, PART, RING, entered
 
 from ringflash.plan import program
+from ringflash.plan.collectives import group_of
 from ringflash.plan.hlo import parse
 from ringflash.plan.program import read
 
@@ -180,6 +181,85 @@ def test_synchronous_collectives(kind, groups, size):
     (one,) = read(text).transfers
     assert (one.kind, one.group, one.bytes, one.synchronous) == (kind, size, 4096, True)
     assert not one.overlapped
+
+
+MESH = "mesh['axis_0'=2,'axis_1'=4]"
+TURNED = f"{MESH}, device_ids=(0,2,4,6,1,3,5,7)"
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", [0, 1, 2, 3]),
+        ("{{1,5},{0,4},{2,6},{3,7}}", [1, 5]),
+        ("[2,4]<=[8]", [0, 1, 2, 3]),
+        ("[8,1]<=[8]", [0]),
+        ("[4,2]<=[2,4]T(1,0)", [0, 4]),
+        ("[2,4]<=[2,2,2]T(1,0,2)", [0, 1, 4, 5]),
+        (f"{MESH} {{'axis_1'}}", [0, 1, 2, 3]),
+        (f"{MESH} {{'axis_0'}}", [0, 4]),
+        (f"{MESH} {{'axis_0','axis_1'}}", [0, 1, 2, 3, 4, 5, 6, 7]),
+        (f"{TURNED} {{'axis_1'}}", [0, 2, 4, 6]),
+        (f"{TURNED} {{'axis_0'}}", [0, 1]),
+        ("{}", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_the_first_group_and_how_far_apart_it_lies(groups, wanted):
+    line = f"ROOT %c = {X} all-gather(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    text = entered(PARAMETER, line)
+    assert list(group_of(parse(text).computations["main"].root, 8)) == wanted
+    (one,) = read(text).transfers
+    assert (one.group, one.span) == (len(wanted), max(wanted) - min(wanted))
+
+
+def test_a_permute_has_pairs_and_no_group(ring):
+    assert {(x.group, x.span) for x in ring.transfers} == {(0, 0)}
+
+
+def with_cycles(cycles):
+    """As the compiler writes its estimate."""
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}","is_mask":false}}}}'
+
+
+def test_cycles_of_an_instruction():
+    """The largest number stands where there is no estimate."""
+    text = entered(
+        PARAMETER,
+        f"%a = {X} negate(%x), {with_cycles(1234)}",
+        f"%b = {X} negate(%a), {with_cycles(2**63 - 1)}",
+        f"ROOT %c = {X} negate(%b)",
+    )
+    assert [x.cycles for x in parse(text).computations["main"].instructions] == [0, 1234, 0, 0]
+    assert [x.cycles for x in read(text).others] == [1234, 0, 0]
+
+
+def test_cycles_between_start_and_done():
+    text = entered(
+        PARAMETER,
+        f"%a = {X} negate(%x), {with_cycles(1)}",
+        f"%s = ({X}, {X}) all-gather-start(%a), replica_groups={{{{0,1,2,3,4,5,6,7}}}}",
+        f"%b = {X} negate(%x), {with_cycles(20)}",
+        f"%c = {X} negate(%b), {with_cycles(300)}",
+        f"%u = {X} negate(%c), {with_cycles(2**63 - 1)}",
+        f"%d = {X} all-gather-done(%s)",
+        f"%e = {X} negate(%c), {with_cycles(4000)}",
+        f"ROOT %g = {X} all-reduce(%e), replica_groups={{}}",
+    )
+    gather, reduce = read(text).transfers
+    assert (gather.cycles, gather.synchronous, gather.overlapped) == (320, False, False)
+    assert (reduce.cycles, reduce.synchronous) == (0, True)
+
+
+def test_scopes_are_told():
+    text = entered(
+        PARAMETER,
+        f"%a = {X} negate(%x), {BACK}",
+        f"ROOT %c = {X} all-gather(%a), replica_groups={{}}, {BACK}",
+    )
+    found = read(text)
+    assert [x.scope for x in (*found.others, *found.transfers)] == [
+        "jit(f)/transpose(jvp(attention))/ppermute"
+    ] * 2
 
 
 def test_an_all_gather_in_two_parts():

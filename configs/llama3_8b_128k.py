@@ -3,7 +3,7 @@
 Command:  ringflash train --config=configs/llama3_8b_128k.py --workdir=DIR, on every host of the slice
 Plan:     ringflash plan --config=configs/llama3_8b_128k.py --topology=v5p:4x4x4
 Hardware: 64 chips of v5p
-Expect:   TODO
+Expect:   by the plan 14.51 of 95.73 GiB a device; an estimated 7.88 s a step, MFU 67 %.
 """
 
 from base import get_config as base

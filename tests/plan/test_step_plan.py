@@ -97,6 +97,7 @@ def test_a_record(told):
         (facts(15.76), 1, False),
         (facts(15, code=GIB), 1, False),
         (facts(20, fits=False), 1, False),
+        (facts(15, fits=False), 1, False),  # room, but in pieces
     ],
 )
 def test_code_lies_in_the_same_memory(told, found, code, fits):
@@ -166,7 +167,7 @@ def test_simulated_devices_from_end_to_end(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_slice_from_end_to_end(capsys):
-    asked = [*ASKED, "--config.seq_len=16384"]
+    asked = [*ASKED, "--config.seq_len=4096"]
     found, _ = planned(capsys, *asked)
     run = by_a_run(*asked)
     memory, time = found["memory"], found["time"]
@@ -174,20 +175,16 @@ def test_a_slice_from_end_to_end(capsys):
     assert (memory["total_bytes"], memory["code_bytes"]) == (run["total"], run["code"])
     assert state_bytes(found) <= run["arguments"] < 2 * state_bytes(found), "but for tiles"
     assert memory["optimizer_bytes"] == 2 * memory["parameter_bytes"] + 3 * 4, "moments, counts"
-    assert memory["batch_bytes"] == 16384 // 8 * (4 * 4 + 1)
-    sizes = [one["bytes"] for one in found["buffers"]]
-    assert len(sizes) == 10
-    assert sizes == sorted(sizes, reverse=True)
-    assert sum(sizes) < memory["total_bytes"]
-    assert {"ringflash"} == {
-        one["line"].partition("/")[0] for one in found["buffers"] if one["line"]
-    }
+    assert memory["batch_bytes"] == 4096 // 8 * (4 * 4 + 1)
+    for one in found["buffers"]:
+        assert one["bytes"] < memory["total_bytes"]
+        assert one["line"].startswith("ringflash/")
     parts = ("attention_seconds", "attention_exposed_seconds", "other_seconds", "exposed_seconds")
     assert math.isclose(time["total_seconds"], sum(time[name] for name in parts))
     assert min(time[name] for name in ("attention_seconds", "other_seconds")) > 0
     assert "collective-permute" not in {one["kind"] for one in time["collectives"]}
     assert 0 < time["mfu"] < 1
-    assert (time["devices"], time["tokens"]) == (8, 16384)
+    assert (time["devices"], time["tokens"]) == (8, 4096)
 
 
 @pytest.mark.slow
@@ -200,4 +197,8 @@ def test_a_step_that_does_not_fit_from_end_to_end(capsys):
     assert 16 < need < 100
     assert f"does not fit v5e:2x4: a device needs {need:.2f} GiB and has 15.75" in said
     assert "time" not in found
-    assert found["buffers"][0]["bytes"] == 2 * 128 * 512 * 16384 * 2
+    sizes = [one["bytes"] for one in found["buffers"]]
+    assert len(sizes) == 10
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 2 * 128 * 512 * 16384 * 2, "of both layers, bf16"
+    assert sum(sizes) <= found["memory"]["total_bytes"]

@@ -15,9 +15,10 @@ from typing import Any
 
 from ringflash import combinations
 from ringflash.config import Config, flat, with_leaves
+from ringflash.plan.forecast import choose
 from ringflash.plan.generations import Generation
 from ringflash.plan.step import StepFacts, compiled
-from ringflash.plan.step_guess import guess
+from ringflash.plan.step_guess import guess, job_of
 from ringflash.plan.step_time import Step, StepTime, step_time
 from ringflash.plan.where import Where
 
@@ -122,23 +123,18 @@ def guessed(config: Config, where: Where) -> Iterator[tuple[float, dict[str, Any
     """Every configuration worth a thought, with its guess; what differs as leaves."""
     assert where.generation is not None
     own = flat(config)
-    strategies = dict.fromkeys([config.attention.strategy, "auto"])
-    for mesh, remat, strategy in itertools.product(meshes(config, where), LIGHTER, strategies):
+    for mesh, remat in itertools.product(meshes(config, where), LIGHTER):
         rows = config.global_batch_size // (mesh["data"] * mesh["fsdp"])
-        for parts in {1, max(1, rows)}:
-            leaves = {f"mesh.{axis}": size for axis, size in mesh.items()}
-            leaves |= {
-                "model.remat": remat,
-                "attention.strategy": strategy,
-                "accumulation": parts,
-            }
-            differs = {key: value for key, value in leaves.items() if own[key] != value}
-            if right(config, differs):
-                try:
-                    seconds = guess(with_leaves(config, differs), mesh, where.generation)
-                except ValueError:
-                    continue
-                yield seconds, differs
+        for parts in {1, rows}:
+            leaves: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            leaves |= {"model.remat": remat, "accumulation": parts}
+            at_hand = with_leaves(config, leaves)
+            served, _ = choose(job_of(at_hand, mesh, where.generation, 1))
+            for strategy in dict.fromkeys([config.attention.strategy, served[0].strategy]):
+                every = leaves | {"attention.strategy": strategy}
+                differs = {key: value for key, value in every.items() if own[key] != value}
+                if right(config, differs):
+                    yield guess(with_leaves(config, differs), mesh, where.generation), differs
 
 
 def meshes(config: Config, where: Where) -> Iterator[dict[str, int]]:

@@ -85,15 +85,20 @@ def check(config: Config) -> None:
 
 def first_batch(config: Config) -> tuple[Batch, bool]:
     """The first batch, as it was read, with two documents in its first row; or the first of all."""
+    found = list(itertools.islice(plain_data(config), PROBED))
+    packed = [batch for batch in found if batch.segment_ids_BT[0].max() > 0]
+    return (packed or found)[0], bool(packed)
+
+
+def plain_data(config: Config) -> Iterator[Batch]:
+    """The training batches as they are read: no layout has moved a token."""
     plain = dataclasses.replace(
         config,
         mesh=MeshConfig(1, 1, 1, 1),
         attention=dataclasses.replace(config.attention, layout="contiguous"),
     )
     data, _ = make_data(plain, [make_mesh(plain.mesh, jax.devices()[:1])])
-    found = list(itertools.islice(data, PROBED))
-    packed = [batch for batch in found if batch.segment_ids_BT[0].max() > 0]
-    return (packed or found)[0], bool(packed)
+    return data
 
 
 def ways(config: Config, batch: Batch, devices: int) -> Iterator[Way]:

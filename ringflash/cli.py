@@ -52,7 +52,8 @@ VERB_HELP = {
 The same command goes on where it was; Ctrl-C or SIGTERM saves and exits with 42.""",
     "eval": "Writes its results into DIR/eval/.",
     "check": """Needs no --workdir. Prints how far loss and gradients of each way are from the
-config's own, and probes for leaks between documents; exits with 1 if a way is too far.""",
+config's own, and probes for leaks between documents; exits with 1 if a way is too far.
+--steps=10 compares the losses of that many steps of training instead.""",
     "show-config": "Needs no --workdir. The comments in configs/base.py say what each key means.",
 }
 
@@ -64,6 +65,7 @@ class Command:
     verb: str = ""
     config: str = ""
     workdir: str = ""
+    steps: int = 0
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -104,8 +106,12 @@ def _run(arguments: Sequence[str]) -> None:
         startup.prepare(dataclasses.replace(config, mesh=MeshConfig(-1, 1, 1, 1)))
         # Flax, optax, orbax and grain take seconds to import: only once nothing is wrong.
         from ringflash.check import check
+        from ringflash.curve import curves
 
-        check(config)
+        if command.steps:
+            curves(config, command.steps)
+        else:
+            check(config)
         return
     workdir = Path(os.path.abspath(command.workdir))
     if command.verb == "eval" and not (workdir / "checkpoints").is_dir():
@@ -208,6 +214,11 @@ def _take(argument: str, command: Command) -> None:
         command.config = value
     elif name == "--workdir":
         command.workdir = value
+    elif name == "--steps" and command.verb == "check":
+        if value.isascii() and value.isdecimal() and int(value) > 0:
+            command.steps = int(value)
+        else:
+            command.faults.append(f"{argument}: wanted whole numbers above 0, found {value!r}")
     else:
         command.faults.append(f"{name}: unknown flag{_meant(argument)}")
 

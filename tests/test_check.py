@@ -1,13 +1,14 @@
 """`ringflash check` agrees where it should, and sees what it is there to see."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from tiny import tiny, write_documents
 
-from ringflash import check
+from ringflash import check, cli, curve
 from ringflash.config import MeshConfig
 from ringflash.data.batch import Batch, unpacked
 from ringflash.exits import Unequal
@@ -78,3 +79,30 @@ def test_unpacked_keeps_each_target_once():
     assert alone.loss_mask_BT.sum(1).tolist() == [2, 1, 0]
     assert (alone.segment_ids_BT >= 0).sum(1).tolist() == [3, 2, 1]
     assert len(jax.devices()) == 8
+
+
+def test_the_losses_of_ten_steps_agree(config, monkeypatch, capsys):
+    names = ["mesh of one device", "accumulation 2", "remat offload", "layout striped"]
+    monkeypatch.setattr(curve, "ways", few([*names, "one row at a time"]))
+    curve.curves(config, 10)
+    said = capsys.readouterr().out
+    assert "10 steps as configured" in said
+    assert all(name in said for name in names), said
+    assert "one row at a time" not in said, "that one takes other steps"
+
+
+def test_a_curve_that_parts_is_named(config, monkeypatch):
+    """The first loss is the same, and so is the gradient: another learning rate shows only then."""
+    faster = dataclasses.replace(config.optimizer, learning_rate=2 * config.optimizer.learning_rate)
+    way = check.Way("faster", dataclasses.replace(config, optimizer=faster))
+    monkeypatch.setattr(curve, "ways", lambda *a: iter([way]))
+    with pytest.raises(Unequal, match="loss curve differs too much: faster"):
+        curve.curves(config, 3)
+
+
+def test_steps_are_a_number_and_of_check_alone(capsys):
+    path = str(Path(__file__).parents[1] / "configs" / "quickstart.py")
+    assert cli.main(["check", f"--config={path}", "--steps=ten"]) == 3
+    assert "--steps=ten: wanted whole numbers above 0" in capsys.readouterr().err
+    assert cli.main(["show-config", f"--config={path}", "--steps=3"]) == 3
+    assert "--steps: unknown flag" in capsys.readouterr().err

@@ -25,6 +25,7 @@ COMPONENTS = {
     "ringflash.ring_order": "torus",
     "ringflash.build": "assemble",
     "ringflash.legs": "assemble",
+    "ringflash.curve": "check",
     "ringflash.logits": "loss",
     "ringflash.plan.attention": "planning",
     "ringflash.plan.options": "planning",

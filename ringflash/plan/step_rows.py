@@ -18,6 +18,8 @@ WORTH = 0.02  # of a step: an exposed transfer that takes more is worth a warnin
 BUFFERS = ["", "GiB", "shape", "operation", "line"]
 PARTS = ["part", "ms", "share", "exposed ms", "GiB", "times", "how it is known"]
 PARTS_TITLE = "where a step's time goes: all times are estimates"
+HOPS = ["", "hops", "MiB a hop", "transfer ms", "kernel ms", "hidden in a step"]
+HOPS_TITLE = "attention of a layer round the ring: the mean hop; times are estimates"
 KERNELS = "cycles a tile of the compiler's schedule x tiles of the mask, slowest device"
 XLA = "the compiler's cycles of each of its instructions"
 BYTES = "bytes over the links' full rate"
@@ -140,6 +142,21 @@ def parts(time: StepTime) -> list[list[str]]:
             )
         )
     return [*rows, row("step", whole, whole, "", "", "", "attention + all else + what is exposed")]
+
+
+def hops(time: StepTime) -> list[list[str]]:
+    """A row for each pass."""
+    return [
+        [
+            one.name,
+            str(one.hops),
+            f"{one.bytes / 2**20:.1f}",
+            ms(one.seconds),
+            ms(one.kernel_seconds),
+            f"{one.hidden}/{one.transfers}",
+        ]
+        for one in time.hops
+    ]
 
 
 def warnings(options: StepOptions, facts: StepFacts, time: StepTime | None) -> Iterator[str]:

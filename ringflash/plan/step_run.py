@@ -40,6 +40,8 @@ def planned(options: StepOptions) -> Iterator[Table]:
     yield Table("largest buffers of a device", step_rows.BUFFERS, step_rows.buffers(facts))
     if time is not None:
         yield Table(step_rows.PARTS_TITLE, step_rows.PARTS, step_rows.parts(time))
+        if time.hops:
+            yield Table(step_rows.HOPS_TITLE, step_rows.HOPS, step_rows.hops(time))
     for line in step_rows.warnings(options, facts, time):
         yield Table(f"warning: {line}", records=[{"warning": line}])
     if options.search and options.generation is not None:

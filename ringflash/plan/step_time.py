@@ -19,6 +19,7 @@ from ringflash.config import Config
 from ringflash.flops import causal_pairs, step_flops
 from ringflash.plan import links
 from ringflash.plan.case import Case, Facts
+from ringflash.plan.estimate import PASSES, estimate
 from ringflash.plan.forecast import Forecast, Job, forecast
 from ringflash.plan.generations import Generation
 from ringflash.plan.program import Program, Transfer
@@ -43,6 +44,21 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """The mean hop of one layer's ring. bytes, seconds: of what one device sends in all directions; kernel:
+    of the slowest device meanwhile. hidden, transfers: of a whole step, with a kernel between start and done,
+    and all."""
+
+    name: str
+    hops: int
+    bytes: int
+    seconds: float
+    kernel_seconds: float
+    hidden: int
+    transfers: int
+
+
+@dataclass(frozen=True)
 class StepTime:
     """One step. Seconds; flops of the whole batch, without what is computed again."""
 
@@ -51,6 +67,7 @@ class StepTime:
     other_seconds: float
     collectives: tuple[Collective, ...]
     ring: Forecast
+    hops: tuple[Hop, ...]
     flops: int
     tokens: int
     devices: int
@@ -153,12 +170,30 @@ def step_time(step: Step) -> StepTime:
         other_seconds=other_seconds(step),
         collectives=tuple(collectives(step)),
         ring=ring,
+        hops=tuple(hops(step)),
         flops=step_flops(config.model, tokens, pairs),
         tokens=tokens,
         devices=step.devices,
         chips=step.devices // links.LINKS[generation.name].devices,
         peak_flops=generation.peak_flops,
     )
+
+
+def hops(step: Step) -> Iterator[Hop]:
+    """Of both passes; none where no keys travel. Under remat `full` what is run again is of the backward."""
+    for name in PASSES:
+        found = estimate(step.reading, name)
+        if found.hops:
+            layers = step.config.model.layers * step.config.accumulation
+            yield Hop(
+                name,
+                found.hops,
+                found.hop_bytes // layers,
+                found.hop_seconds / layers,
+                found.hop_kernel_seconds * step.job.rows,
+                found.hidden,
+                found.transfers,
+            )
 
 
 def other_seconds(step: Step) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringflash import cli
-from ringflash.plan import compiler, step_run
+from ringflash.plan import compiler, step_run, step_search
 from ringflash.plan.compiler import in_child
 from ringflash.plan.memory import Buffer
 from ringflash.plan.program import Call, Place, Program, Transfer
@@ -53,6 +53,7 @@ def told(monkeypatch, capsys):
 
     def told(found, *arguments, code=0):
         monkeypatch.setattr(step_run, "compiled", lambda asked: [found])
+        monkeypatch.setattr(step_search, "nearest", lambda *asked: None)
         assert cli.main(["plan", *ASKED, *arguments]) == code
         return capsys.readouterr()
 
@@ -137,7 +138,8 @@ def planned(capsys, *arguments, code=0):
     """What the command says from end to end, and what a run's own program says of its memory."""
     assert cli.main(["plan", *arguments, "--json"]) == code
     said = capsys.readouterr()
-    return records(said.out)[0], said.err
+    first, *others = records(said.out)
+    return first, said.err, *others
 
 
 def by_a_run(*arguments):
@@ -157,7 +159,7 @@ def test_simulated_devices_from_end_to_end(capsys, monkeypatch):
     asked = [f"--config={QUICKSTART}", "--topology=cpu:8", "--config.seq_len=512"]
     run = by_a_run(*asked)
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
-    found, _ = planned(capsys, *asked)
+    found, *_ = planned(capsys, *asked)
     assert found["fits"]
     assert found["memory"]["total_bytes"] == run["total"]
     assert state_bytes(found) == run["arguments"]
@@ -168,7 +170,7 @@ def test_simulated_devices_from_end_to_end(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_slice_from_end_to_end(capsys):
     asked = [*ASKED, "--config.seq_len=4096"]
-    found, _ = planned(capsys, *asked)
+    found, *_ = planned(capsys, *asked)
     run = by_a_run(*asked)
     memory, time = found["memory"], found["time"]
     assert found["fits"]
@@ -188,10 +190,15 @@ def test_a_slice_from_end_to_end(capsys):
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_from_end_to_end(capsys):
+def test_a_step_that_does_not_fit_from_end_to_end(capsys, monkeypatch):
     """Each of two layers keeps three arrays of 2 GiB of the MLP."""
+    light = [{"accumulation": 64}]  # one compile, of what is known to fit
+    monkeypatch.setattr(step_search, "nearer", lambda config, mesh: iter(light))
     large = ["--config.global_batch_size=128", "--config.model.mlp_width=16384"]
-    found, said = planned(capsys, *ASKED, "--config.seq_len=4096", *large, code=1)
+    found, said, *others = planned(capsys, *ASKED, "--config.seq_len=4096", *large, code=1)
+    (fits,) = [one["would_fit"] for one in others if "would_fit" in one]
+    assert fits["leaves"] == light[0]
+    assert fits["total_bytes"] < HBM * GIB
     need = found["memory"]["total_bytes"] / GIB
     assert not found["fits"]
     assert 16 < need < 100

@@ -327,7 +327,7 @@ def test_the_matrix_units_are_never_used_by_more_than_all(name, head_dim):
 
 def test_mfu_is_1_where_nothing_but_the_products_takes_time():
     nothing = Forecast("ring", Pass(0.0, 0.0), Pass(0.0, 0.0))
-    ideal = StepTime(0.0, 0.0, 2.0, (), nothing, 16 * 10**12, 100, 8, 4, 1e12)
+    ideal = StepTime(0.0, 0.0, 2.0, (), nothing, (), 16 * 10**12, 100, 8, 4, 1e12)
     assert ideal.mfu == 1
     assert dataclasses.replace(ideal, other_seconds=4.0).mfu == 0.5
     assert ideal.tokens_per_second == 50

@@ -106,6 +106,8 @@ def _run(arguments: Sequence[str]) -> None:
         startup.prepare(dataclasses.replace(config, mesh=MeshConfig(-1, 1, 1, 1)))
         # Flax, optax, orbax and grain take seconds to import: only once nothing is wrong.
         from ringflash.check import check
+
+        # As above.
         from ringflash.curve import curves
 
         if command.steps:

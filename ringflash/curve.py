@@ -60,5 +60,7 @@ def curve(config: Config, batches: Sequence[Batch], devices: Sequence[jax.Device
     state, losses = built.init(), []
     for batch in batches:
         state, metrics = built.step(state, laid_out(config, mesh, batch))
+        # Simulated devices share their threads: none may begin the next step while another is in this one.
+        state = jax.block_until_ready(state)
         losses.append(float(metrics["train/loss"]))
     return losses

@@ -25,7 +25,7 @@ from ringflash.mesh import make_mesh
 from ringflash.plan import case as cases
 from ringflash.plan import program, rivals
 from ringflash.plan.case import OURS, Case, Facts
-from ringflash.plan.compiler import in_child
+from ringflash.plan.compiler import in_child, slice_devices
 from ringflash.plan.load import mask_of
 from ringflash.ring_order import ring_hops
 
@@ -83,12 +83,8 @@ def compile_one(case: Case, dump: Path) -> Facts:
 
 def mesh_of(case: Case) -> Mesh:
     """The sequence over all devices of a slice in the order that training has; slices over `data`."""
-    # Loads the compiler: never in the parent.
-    from jax.experimental import topologies
-
-    more = {"num_slices": case.slices} if case.slices > 1 else {}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=case.topology, **more)
-    return make_mesh(MeshConfig(data=case.slices, fsdp=1, context=-1, tensor=1), found.devices)
+    devices = slice_devices(case.topology, case.slices)
+    return make_mesh(MeshConfig(data=case.slices, fsdp=1, context=-1, tensor=1), devices)
 
 
 def ours(case: Case, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:

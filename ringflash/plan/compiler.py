@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def in_child(
         if code or not result.exists():
             raise CompilerFailed(f"the TPU compiler ended with code {code}; {_last(home)}")
         return json.loads(result.read_text())
+
+
+def slice_devices(topology: str, slices: int) -> Sequence[Any]:
+    """In the child: the devices of slices that need not be there. Loads the compiler: never in the parent."""
+    # As its docstring says.
+    from jax.experimental import topologies
+
+    more = {"num_slices": slices} if slices > 1 else {}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **more)
+    return found.devices
 
 
 def environment(dump: Path, flags: str = "") -> dict[str, str]:

@@ -24,7 +24,7 @@ from ringflash.build import Built, abstract_batch, build, strategy_of
 from ringflash.config import Config
 from ringflash.mesh import make_mesh
 from ringflash.plan import memory, program
-from ringflash.plan.compiler import in_child
+from ringflash.plan.compiler import in_child, slice_devices
 from ringflash.plan.memory import Buffer
 from ringflash.plan.program import Program
 from ringflash.plan.where import CPU, Where
@@ -57,6 +57,11 @@ class StepFacts:
     compile_seconds: float
     hop_links: int | None
     program: Program | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The program's code lies in the same memory."""
+        return self.total_bytes + self.code_bytes
 
     @property
     def temporary_bytes(self) -> int:
@@ -130,12 +135,7 @@ def found_devices(where: Where) -> Sequence[Any]:
         order_collectives()  # as a run does: another schedule takes other memory
         jax.config.update("jax_num_cpu_devices", where.devices)
         return jax.devices(CPU)
-    # Loads the compiler: never in the parent.
-    from jax.experimental import topologies
-
-    more = {"num_slices": where.slices} if where.slices > 1 else {}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=where.topology, **more)
-    return found.devices
+    return slice_devices(where.topology, where.slices)
 
 
 def program_file(where: Where) -> str:

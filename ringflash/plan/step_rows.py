@@ -48,7 +48,7 @@ def overview(options: StepOptions, facts: StepFacts, time: StepTime | None) -> l
 
 def verdict(options: StepOptions, facts: StepFacts) -> str:
     """Whether it fits, and how closely."""
-    need = facts.total_bytes + facts.code_bytes
+    need = facts.needed_bytes
     if options.generation is None:
         return f"{gib(need)} GiB a device; simulated devices have no limit"
     has = options.generation.hbm_gib
@@ -161,7 +161,7 @@ def hops(time: StepTime) -> list[list[str]]:
 
 def warnings(options: StepOptions, facts: StepFacts, time: StepTime | None) -> Iterator[str]:
     """What a user would rather know before the slice is rented."""
-    need = facts.total_bytes + facts.code_bytes
+    need = facts.needed_bytes
     if options.generation is not None and facts.fits:
         spare = 1 - need / GIB / options.generation.hbm_gib
         if 0 <= spare < SPARE:
@@ -190,7 +190,7 @@ def found(one: Found) -> dict[str, Any]:
     return {
         "leaves": one.leaves,
         "where": str(one.where),
-        "total_bytes": one.facts.total_bytes + one.facts.code_bytes,
+        "total_bytes": one.facts.needed_bytes,
         "seconds": one.time and one.time.total_seconds,
         "mfu": one.time and one.time.mfu,
     }
@@ -199,7 +199,7 @@ def found(one: Found) -> dict[str, Any]:
 def shortage(options: StepOptions, facts: StepFacts) -> str:
     """How much is missing."""
     assert options.generation is not None
-    need = (facts.total_bytes + facts.code_bytes) / GIB
+    need = facts.needed_bytes / GIB
     return (
         f"{options.path} does not fit {options.where}: a device needs {need:.2f} GiB"
         f" and has {options.generation.hbm_gib}"

@@ -39,7 +39,7 @@ class Found:
 
     def __str__(self) -> str:
         flags = " ".join(f"--config.{key}={value}" for key, value in self.leaves.items())
-        size = f"{(self.facts.total_bytes + self.facts.code_bytes) / GIB:.2f} GiB"
+        size = f"{self.facts.needed_bytes / GIB:.2f} GiB"
         speed = (
             f", {self.time.total_seconds:.3g} s a step, MFU {self.time.mfu:.1%}"
             if self.time
@@ -50,7 +50,7 @@ class Found:
 
 def fits(facts: StepFacts, generation: Generation) -> bool:
     """The program's code lies in the same memory."""
-    return facts.fits and facts.total_bytes + facts.code_bytes <= generation.hbm_gib * GIB
+    return facts.fits and facts.needed_bytes <= generation.hbm_gib * GIB
 
 
 def tried(config: Config, where: Where, leaves: dict[str, Any]) -> Found | None:
@@ -156,7 +156,7 @@ def longest(config: Config, found: Found) -> Found | None:
     parts = mesh["data"] * mesh["fsdp"]
     unit = 2 * mesh["context"] * 1024
     facts = found.facts
-    room = where.generation.hbm_gib * GIB - facts.total_bytes - facts.code_bytes
+    room = where.generation.hbm_gib * GIB - facts.needed_bytes
     held = config.seq_len * config.global_batch_size // (parts * config.accumulation)
     tokens = held * (1 + room / facts.temporary_bytes)
     for _ in range(TRIES):

@@ -140,20 +140,19 @@ def ways(config: Config, batch: Batch, devices: int) -> Iterator[Way]:
 
 
 def meshes(config: Config, devices: int) -> Iterator[MeshConfig]:
-    """Meshes of up to all devices that this config's sizes divide over."""
+    """Meshes of all devices that this config's sizes divide over, and those of fewer with a ring alone."""
     runs = 2 if config.attention.layout == "zigzag" else 1
-    for context in (n for n in range(1, devices + 1) if devices % n == 0):
-        for data, fsdp, tensor in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)):
-            fits = (
-                context * data * fsdp * tensor <= devices
-                and config.seq_len % (runs * context) == 0
-                and config.global_batch_size % (data * fsdp * config.accumulation) == 0
-                and config.model.kv_heads % tensor == 0
-                and config.model.mlp_width % tensor == 0
-            )
-            whole = context * data * fsdp * tensor == devices or data * fsdp * tensor == 1
-            if fits and whole:
-                yield MeshConfig(data, fsdp, context, tensor)
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    for context, tensor, data, fsdp in itertools.product(sizes, repeat=4):
+        alone = data * fsdp * tensor == 1
+        if (
+            (alone or context * data * fsdp * tensor == devices)
+            and config.seq_len % (runs * context) == 0
+            and config.global_batch_size % (data * fsdp * config.accumulation) == 0
+            and config.model.kv_heads % tensor == 0
+            and config.model.mlp_width % tensor == 0
+        ):
+            yield MeshConfig(data, fsdp, context, tensor)
 
 
 def split_rows(batch: Batch) -> list[Batch]:

@@ -1,8 +1,8 @@
 """`ringflash check --steps=10`: the losses of the first steps of a run, made in many ways that must agree.
 
-The ways are those of `check` that train on the same batches: other meshes, strategies, layouts, kernels,
-remat policies and accumulation. A fault that one gradient hides, in the optimizer or in how its state
-lies, is seen a few steps later.
+The ways are those of `check` that train on the same batches with the same kernel: other meshes, strategies,
+layouts, remat policies and accumulation. A fault that one gradient hides, in the optimizer or in how its
+state lies, is seen a few steps later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def curves(config: Config, steps: int) -> None:
     )
     failed = []
     for way in ways(config, batches[0], len(devices)):
-        if not trains_alike(way):
+        if not trains_alike(way, config):
             continue
         try:
             found = curve(way.config, batches, devices)
@@ -48,9 +48,13 @@ def curves(config: Config, steps: int) -> None:
         raise Unequal(f"the loss curve differs too much: {', '.join(failed)}")
 
 
-def trains_alike(way: Way) -> bool:
-    """Whether its batch is the config's, not taken apart first."""
-    return way.pieces is Way.pieces
+def trains_alike(way: Way, config: Config) -> bool:
+    """Whether its batch is the config's, not taken apart first, and its kernel too: `check` compares kernels.
+
+    A dense kernel takes so long a step that XLA holds the simulated devices, which wait for each other,
+    for hung.
+    """
+    return way.pieces is Way.pieces and way.config.attention.kernel == config.attention.kernel
 
 
 def curve(config: Config, batches: Sequence[Batch], devices: Sequence[jax.Device]) -> list[float]:

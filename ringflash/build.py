@@ -96,8 +96,12 @@ def on_host(placed: State) -> State:
 
 
 def fetching(step: Step, placed: State) -> Step:
-    """The step with the optimizer's state brought to the devices first; `out_shardings` takes it back."""
+    """The step with the optimizer's state brought to the devices first; `out_shardings` takes it back.
 
+    It keeps its name, by which a profile and the compiler's dump call the program.
+    """
+
+    @functools.wraps(step)
     def fetched(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         here = jax.device_put(state.opt_state, placed.opt_state)
         return step(state._replace(opt_state=here), batch)

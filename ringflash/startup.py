@@ -17,6 +17,7 @@ from ringflash.config import Config, device_count
 
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 ONE_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+THREADS = 2
 TPU_DEVICES = ("accel*", "vfio/[0-9]*")
 
 
@@ -37,22 +38,24 @@ def prepare(config: Config) -> None:
     # Orbax and grain speak through absl's logger: leave standard error to their errors.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if platform() == "cpu":
-        order_collectives()
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", device_count(config.mesh, config.cpu_devices))
+        simulate(device_count(config.mesh, config.cpu_devices))
     _cache_compilations()
 
 
-def order_collectives() -> None:
-    """Let simulated devices meet for one collective after another; before the first device is touched.
+def simulate(devices: int) -> None:
+    """Have this process's CPU stand for so many devices; before the first one is touched.
 
-    A device waits in a thread, and there are as many threads as devices. Under jaxlib 0.12's default
-    schedule a device may wait in two collectives at once; then another finds no thread, and all hang
-    until XLA aborts. A schedule for the least memory has one order for all.
+    A simulated device waits in a thread, and XLA has as many threads as devices. One that waits in two
+    collectives at once leaves another without a thread; then all hang until XLA aborts. So there are
+    `THREADS` for each, and a schedule for the least memory, which has one order for all. docs/log.md has
+    what was measured.
     """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_scheduler_type" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {ONE_ORDER}".strip()
+    os.environ.setdefault("NPROC", str(max(THREADS * devices, os.cpu_count() or 1)))
 
 
 def _installed(module: str) -> bool:

@@ -17,16 +17,13 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES}".s
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from ringflash.startup import order_collectives  # noqa: E402
-
-order_collectives()
+from ringflash.startup import simulate  # noqa: E402
 
 DEVICES = 8
+simulate(DEVICES)
 # Tracing makes millions of small objects that are in no cycle: to look through them less often saves 7 %.
 gc.set_threshold(200_000, 20, 50)
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", DEVICES)
 # Compiled programs outlive the session; the folder is ignored by git.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))

@@ -84,8 +84,25 @@ def test_platform_needs_a_device_and_its_plugin(monkeypatch, named, modules, dev
     assert startup.platform() == platform
 
 
-def test_collectives_are_ordered_once(monkeypatch):
+def test_simulated_devices_have_one_order_and_threads_to_wait_in(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
-    startup.order_collectives()
-    startup.order_collectives()
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {startup.ONE_ORDER}"
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    told = {}
+    monkeypatch.setattr(startup.jax.config, "update", told.__setitem__)
+    for _ in range(2):
+        startup.simulate(8)
+        assert told == {"jax_platforms": "cpu", "jax_num_cpu_devices": 8}
+        assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {startup.ONE_ORDER}"
+        assert os.environ["NPROC"] == "16"
+
+
+def test_no_processor_idles_for_few_devices_and_the_users_number_stands(monkeypatch):
+    monkeypatch.setattr(startup.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("NPROC")
+    startup.simulate(8)
+    assert os.environ["NPROC"] == "64"
+    monkeypatch.setenv("NPROC", "5")
+    startup.simulate(8)
+    assert os.environ["NPROC"] == "5"

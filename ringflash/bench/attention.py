@@ -21,6 +21,7 @@ from ringflash.bench import errors, ours, peers, tiles
 from ringflash.bench.options import Options
 from ringflash.bench.report import Table
 from ringflash.bench.timing import Program, Times, interleaved, ratio
+from ringflash.startup import simulate
 
 PASSES = ("forward", "forward+backward")
 
@@ -28,9 +29,8 @@ PASSES = ("forward", "forward+backward")
 def prepare(options: Options) -> None:
     """Simulate the devices; before the first device is touched. Raises ConfigFault for absent peers."""
     peers.chosen(options.peers)
-    if not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.devices)
+    if os.environ.get("JAX_PLATFORMS", "") in ("", "cpu"):
+        simulate(options.devices)
 
 
 def measured(options: Options) -> Iterator[Table]:

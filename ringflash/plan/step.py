@@ -29,11 +29,12 @@ from ringflash.plan.memory import Buffer
 from ringflash.plan.program import Program
 from ringflash.plan.where import CPU, Where
 from ringflash.ring_order import ring_hops
-from ringflash.startup import order_collectives
+from ringflash.startup import simulate
 
 SECONDS_A_STEP = 1800
 FLAGS = "--xla_jf_dump_to="  # no schedules: they would take several times as long as the compiler
 FULL = "RESOURCE_EXHAUSTED"
+HOST = "pinned_host"
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
             raise
         used = None
     seconds = time.process_time() - start
-    sizes = argument_bytes(built, config, mesh)
+    sizes = argument_bytes(built, config, mesh, away=None if where.simulated else HOST)
     return StepFacts(
         mesh=dict(mesh.shape),
         strategy=strategy_of(config, mesh).strategy,
         fits=used is not None,
         total_bytes=total_of(used, dump),
         code_bytes=0 if used is None else used.generated_code_size_in_bytes,
-        host_bytes=0 if used is None else used.host_temp_size_in_bytes,
+        host_bytes=host_of(used),
         buffers=tuple(buffers(built, dump)),
         compile_seconds=seconds,
         hop_links=ring_hops(mesh),
@@ -132,8 +133,7 @@ def compile_one(config: Config, where: Where, dump: Path) -> StepFacts:
 def found_devices(where: Where) -> Sequence[Any]:
     """Those of a slice that need not be there, or simulated ones."""
     if where.simulated:
-        order_collectives()  # as a run does: another schedule takes other memory
-        jax.config.update("jax_num_cpu_devices", where.devices)
+        simulate(where.devices)  # as a run does: another schedule takes other memory
         return jax.devices(CPU)
     return slice_devices(where.topology, where.slices)
 
@@ -143,21 +143,25 @@ def program_file(where: Where) -> str:
     return "after_optimizations.txt" if where.simulated else "after_codegen.txt"
 
 
-def argument_bytes(built: Built, config: Config, mesh: Mesh) -> dict[str, int]:
-    """What the state and the batch take of one device."""
+def argument_bytes(built: Built, config: Config, mesh: Mesh, away: str | None) -> dict[str, int]:
+    """What the state and the batch take of one device.
+
+    away: the kind of memory that is not the device's; None where it has no other, as a simulated one.
+    """
     state, batch = built.abstract_state, abstract_batch(config, mesh)
+
+    def held(tree: Any) -> int:
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+            if away is None or x.sharding.memory_kind != away
+        )
+
     return {
         "parameter_bytes": held(state.params),
         "optimizer_bytes": held((state.opt_state, state.step)),
         "batch_bytes": held(batch),
     }
-
-
-def held(tree: Any) -> int:
-    """Bytes that one device has of abstract arrays."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
 
 
 def total_of(used: Any, dump: Path) -> int:
@@ -166,6 +170,11 @@ def total_of(used: Any, dump: Path) -> int:
         return memory.total_of(written(dump, "buffer-assignment.txt"))
     own = used.output_size_in_bytes - used.alias_size_in_bytes
     return int(used.argument_size_in_bytes + own + used.temp_size_in_bytes)
+
+
+def host_of(used: Any) -> int:
+    """Of the host's memory, for one device: what was offloaded, and what is on its way."""
+    return 0 if used is None else used.host_argument_size_in_bytes + used.host_temp_size_in_bytes
 
 
 def buffers(built: Built, dump: Path) -> list[Buffer]:

@@ -168,6 +168,16 @@ def test_simulated_devices_from_end_to_end(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_an_optimizer_on_the_host_takes_nothing_of_a_device(capsys):
+    asked = [*ASKED, "--config.seq_len=512", "--config.model.layers=1"]
+    small = ["--config.attention.kernel=chunked", "--config.optimizer.offload=True"]
+    found, *_ = planned(capsys, *asked, *small)
+    memory = found["memory"]
+    assert memory["optimizer_bytes"] == 4, "the number of the step"
+    assert memory["host_bytes"] >= 2 * memory["parameter_bytes"] > 0, "both moments"
+
+
+@pytest.mark.slow
 def test_a_slice_from_end_to_end(capsys):
     asked = [*ASKED, "--config.seq_len=4096"]
     found, *_ = planned(capsys, *asked)

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ringflash.attention import (
     compiler_options,
@@ -114,7 +115,11 @@ def make_score(legs: Sequence[Leg], rows: EvalRows) -> Callable[[Any, int], list
         model = dataclasses.replace(own.model, rope_theta=rope_theta)
         graph, _ = make_model(dataclasses.replace(own, model=model), mesh)
 
-        @partial(jax.jit, compiler_options=compiler_options(mesh))
+        @partial(
+            jax.jit,
+            out_shardings=NamedSharding(mesh, P()),  # each process reads them
+            compiler_options=compiler_options(mesh),
+        )
         def sums(params: Any, batch: Batch, bytes_BT: Array) -> tuple[Array, Array, Array]:
             losses_BT = batch_losses(graph, own.loss, mesh, params, batch)
             counts_BT = counted(batch.targets_BT, batch.loss_mask_BT)

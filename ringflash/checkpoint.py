@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import args
 
 from ringflash import integrity, leaves
+from ringflash.processes import agreed, is_first
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ class Checkpoints:
         steps = integrity.steps(self.directory)
         if step is not None and step not in steps:
             raise ValueError(f"no step {step} in {self.directory}; found {steps[::-1]}")
-        chosen = _on_first_host(lambda: self._choose(steps if step is None else [step]))
+        chosen = agreed(lambda: self._choose(steps if step is None else [step]))
         if chosen == ABSENT and step is None:
             return None
         if chosen in (ABSENT, DAMAGED):
@@ -166,7 +165,7 @@ class Checkpoints:
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            if jax.process_index() == 0:
+            if is_first():
                 integrity.clear(self.directory, damaged=self._passed_over)
             multihost_utils.sync_global_devices("ringflash: checkpoints cleared")
             options = ocp.CheckpointManagerOptions(
@@ -195,9 +194,3 @@ def _refuse_unsafe(directory: Path) -> None:
     bad = sorted(set(str(directory)) & set("[]\\"))
     if bad:
         raise ValueError(f"workdir {directory.parent} holds {' '.join(bad)}, which orbax misreads")
-
-
-def _on_first_host(choose: Callable[[], int]) -> int:
-    """What `choose` answers on the first host, told to all, so that all go on from one step."""
-    answer = np.int32(choose() if jax.process_index() == 0 else 0)
-    return int(multihost_utils.broadcast_one_to_all(answer))

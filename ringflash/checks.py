@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def workdir_fault(workdir: str) -> str | None:
 
 def probe_workdir(workdir: Path) -> str | None:
     """Make the folder and do in it once what a run will do; why that failed, or None."""
-    part = workdir / f".probe-{os.getpid()}.part"
+    part = workdir / f".probe-{socket.gethostname()}-{os.getpid()}.part"  # hosts share the folder
     whole = part.with_suffix("")
     try:
         workdir.mkdir(parents=True, exist_ok=True)

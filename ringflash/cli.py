@@ -9,14 +9,15 @@ import dataclasses
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ringflash
-from ringflash import checks, config_file, exits, startup
+from ringflash import checks, config_file, exits, processes, startup
 from ringflash.bench import options as bench_options
-from ringflash.config import MeshConfig, origins, override, resolve, with_origins
+from ringflash.config import MeshConfig, flat, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
 from ringflash.observe.table import table
 from ringflash.plan import options as plan_options
@@ -34,6 +35,8 @@ TOOLS = {
     "plan": "Tell whether a configuration fits a slice that is not there, and how fast it would be.",
 }
 TOOL_HELP = {"bench": bench_options.HELP, "plan": f"{step_options.HELP}\n{plan_options.HELP}"}
+ALIKE_SECONDS = 20.0  # within which all processes of a run stop for the same reason
+LAST_SECONDS = 300.0  # within which all are done where one is
 NO_WORKDIR = ("check", "show-config")
 HELP = f"""usage: {USAGE}
 
@@ -83,11 +86,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(arguments)
     except Stop as stop:
         _tell(stop.lines())
+        _leave(stop.code, ALIKE_SECONDS)
         return stop.code
     except KeyboardInterrupt:
         _tell(["interrupted"])
+        _leave(exits.INTERRUPTED, 0)
         return exits.INTERRUPTED
+    except Exception:
+        if not processes.many():
+            raise
+        traceback.print_exc()
+        _leave(exits.UNEQUAL, 0)
+    _leave(exits.DONE, LAST_SECONDS)
     return exits.DONE
+
+
+def _leave(code: int, seconds: float) -> None:
+    """End with the other processes of the run, or without them where they do not end within that time.
+
+    Python's own way out would wait for them, and they, in a collective, for this one.
+    """
+    if not processes.leave(seconds):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -121,7 +143,13 @@ def _run(arguments: Sequence[str]) -> None:
     unwritable = checks.probe_workdir(workdir)
     if unwritable:
         raise ConfigFault(unwritable)
-    startup.prepare(config)
+    device = startup.platform()
+    cluster = processes.detect(os.environ, device)
+    startup.prepare(config, cluster.count)
+    roll = processes.join(cluster, processes.hello(flat(config), workdir), device)
+    if roll:
+        title = f"{cluster.count} processes, found by {cluster.launcher}"
+        table(title, processes.hosts(roll), header=processes.COLUMNS)
     if command.verb == "train":
         # As above.
         from ringflash.train import train

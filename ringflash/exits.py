@@ -1,6 +1,6 @@
 """Exit codes, and the exceptions that carry them: a stop says why.
 
-The launch files restart a run on 42 and on 127-255 only. An exception that is none of these is a
+The launch files restart a run on 42, 124 and 127-255 only. An exception that is none of these is a
 fault of ours: it shows its traceback and ends in 1.
 """
 
@@ -12,7 +12,13 @@ CONFIG_FAULT = 3
 DATA_FAULT = 4
 DIVERGED = 5
 PREEMPTED = 42
+HANG = 124
 INTERRUPTED = 130
+
+
+def restarts(code: int) -> bool:
+    """Whether the same command, started again, may go further: preempted, hung, or crashed (127 and up)."""
+    return code in (PREEMPTED, HANG) or code >= 127 or code < 0
 
 
 class Stop(Exception):
@@ -48,6 +54,12 @@ class Preempted(Stop):
     """Asked to stop; what was done is saved. Start the same command again."""
 
     code = PREEMPTED
+
+
+class Missing(Stop):
+    """A process of the run did not come, or another waited for it in vain."""
+
+    code = HANG
 
 
 class Unequal(Stop):

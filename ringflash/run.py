@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from ringflash.data.sources import DataError
 from ringflash.exits import ConfigFault, DataFault
 from ringflash.legs import Leg
 from ringflash.mesh import move
+from ringflash.processes import odd_ones
 from ringflash.stages import history, thetas
 from ringflash.step import State
 
@@ -72,13 +74,18 @@ class Run:
 
 
 def put_together(config: Config) -> Parts:
-    """The parts, or the fault that says why not."""
+    """The parts, or the fault that says why not; of several processes all must have the same data."""
     try:
-        return assemble(config)
+        parts = assemble(config)
     except DataError as error:
         raise DataFault(str(error)) from error
     except ValueError as error:
         raise ConfigFault(str(error)) from error
+    odd = odd_ones(json.dumps([parts.train_data.get_state(), parts.eval_rows.fingerprint]))
+    if odd:
+        ranks = ", ".join(map(str, odd))
+        raise ConfigFault(f"data.source: rank {ranks} finds other data than rank 0")
+    return parts
 
 
 def begin(

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from ringflash.config import Config, device_count
+from ringflash.exits import ConfigFault
 
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 ONE_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -33,12 +34,20 @@ def platform() -> str:
     return "cpu"
 
 
-def prepare(config: Config) -> None:
-    """Choose the platform, simulate the mesh's devices on a CPU, turn the compilation cache on."""
+def prepare(config: Config, processes: int = 1) -> None:
+    """Choose the platform, simulate this process's share of the mesh on a CPU, keep compiled programs.
+
+    Raises ConfigFault for devices that cannot be shared out evenly among the processes.
+    """
     # Orbax and grain speak through absl's logger: leave standard error to their errors.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if platform() == "cpu":
-        simulate(device_count(config.mesh, config.cpu_devices))
+        devices = device_count(config.mesh, config.cpu_devices)
+        if devices % processes:
+            raise ConfigFault(
+                f"cpu_devices: {devices} devices cannot be shared out evenly among {processes} processes"
+            )
+        simulate(devices // processes)
     _cache_compilations()
 
 

@@ -30,6 +30,7 @@ from ringflash.observe.table import table
 from ringflash.optimizer import averaged
 from ringflash.plan.generations import of_device_kind
 from ringflash.preemption import StopRequest, stop_requested
+from ringflash.processes import agreed, is_first
 from ringflash.run import Run, begin, put_together
 
 log = logging.getLogger(__name__)
@@ -43,18 +44,13 @@ def train(config: Config, workdir: Path, *, sources: Mapping[str, str]) -> None:
 
     Raises ConfigFault, DataFault, Diverged or Preempted, each with its exit code.
     """
-    with logged(workdir / "log.txt"), stop_requested() as stop:
+    with logged(workdir, jax.process_index()), stop_requested() as stop:
         parts = put_together(config)
         table("ringflash train", parts.description)
         checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
         try:
             run = begin(config, workdir, parts, checkpoints, sources)
-            write_config(workdir / "config.json", config, sources)
-            report.forget(workdir, after=run.step)
-            out = writers.fan_out(
-                writers.jsonl(workdir / "metrics.jsonl", resume_step=run.step),
-                writers.tensorboard(workdir / "tensorboard", resume_step=run.step),
-            )
+            out = records(run) if is_first() else writers.fan_out()
             try:
                 loop(run, out, stop)
                 finish(run, out)
@@ -63,6 +59,16 @@ def train(config: Config, workdir: Path, *, sources: Mapping[str, str]) -> None:
                 run.programs.close()
         finally:
             checkpoints.close()
+
+
+def records(run: Run) -> writers.Writer:
+    """The workdir's files of a run that begins or goes on: of several processes, the first's alone."""
+    write_config(run.workdir / "config.json", run.config, run.origins)
+    report.forget(run.workdir, after=run.step)
+    return writers.fan_out(
+        writers.jsonl(run.workdir / "metrics.jsonl", resume_step=run.step),
+        writers.tensorboard(run.workdir / "tensorboard", resume_step=run.step),
+    )
 
 
 def loop(run: Run, out: writers.Writer, stop: StopRequest) -> None:
@@ -185,11 +191,13 @@ def leave(run: Run) -> None:
 def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> list[Score]:
     """Score the held-out documents, and record it; not again where that is done for this step."""
     held_out = run.parts.eval_rows
-    known = report.read(run.workdir, run.step, held_out.fingerprint)
-    if known is not None:
-        return known
+    known = report.read(run.workdir, run.step, held_out.fingerprint) if is_first() else None
+    if agreed(lambda: known is not None):
+        return known or []
     params = averaged(run.state.params, run.state.opt_state)
     scores = run.parts.score(params, run.step)
+    if not is_first():
+        return scores
     report.write(run.workdir, run.step, scores, held_out.document_names, held_out.fingerprint)
     out.write(run.step, perplexity.metrics(scores))
     if shown is not None:
@@ -203,8 +211,8 @@ def evaluate(run: Run, out: writers.Writer, shown: Progress | None = None) -> li
 def finish(run: Run, out: writers.Writer) -> None:
     """The evaluation at the end, beside that of the first step."""
     scores = evaluate(run, out)
-    first = report.read(run.workdir, FIRST, run.parts.eval_rows.fingerprint)
-    show(scores, first, run.step)
+    if is_first():
+        show(scores, report.read(run.workdir, FIRST, run.parts.eval_rows.fingerprint), run.step)
 
 
 def show(scores: list[Score], first: list[Score] | None, step: int) -> None:

@@ -27,6 +27,9 @@ GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # As a newer compiler writes them: the axes of a mesh, and which of them a group goes over.
 MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, *device_ids=\(([\d,]+)\))? *\{([^}]*)\}")
+# Between slices the hosts do the work: a device sends them its part, and receives the result.
+DCN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 
@@ -43,10 +46,18 @@ def collective_of(module: Module, one: Instruction) -> Instruction | None:
     return next((x for x in inner if x.opcode.removesuffix("-start") in COLLECTIVES), None)
 
 
+def kind_of(one: Instruction) -> str:
+    """all-gather for all-gather-start; of a send to another slice, what the hosts do with it."""
+    dcn = DCN.search(one.rest)
+    return dcn[1].lower().replace("_", "-") if dcn else one.opcode.removesuffix("-start")
+
+
 def done_of(computation: Computation, at: int) -> int | None:
     """Where the collective started at `at` is done, following updates; None where it is synchronous."""
     names, end = {computation.instructions[at].name}, None
     started = computation.instructions[at]
+    if DCN.search(started.rest):
+        return received(computation, at)
     if "start" not in started.opcode and "start" not in started.name:
         return None
     for n, one in enumerate(computation.instructions[at + 1 :], at + 1):
@@ -55,6 +66,20 @@ def done_of(computation: Computation, at: int) -> int | None:
             names.add(one.name)
             end = n
     return end
+
+
+def received(computation: Computation, at: int) -> int | None:
+    """Where what the hosts make of the send at `at` has come back."""
+    meeting = MEETING.search(computation.instructions[at].rest)
+    asked = {
+        one.name
+        for one in computation.instructions
+        if one.opcode == "recv" and meeting and f'"{meeting[1]}"' in one.rest
+    }
+    for n, one in enumerate(computation.instructions):
+        if n > at and one.opcode == "recv-done" and asked & set(one.operands):
+            return n
+    return None
 
 
 def pairs_of(one: Instruction) -> tuple[tuple[int, int], ...]:

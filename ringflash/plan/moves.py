@@ -21,6 +21,7 @@ FREE = (
     "call",
     "custom-call",
     "after-all",
+    "recv",
     "optimization-barrier",
 )
 MOVES = (

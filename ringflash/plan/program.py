@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringflash.plan.collectives import (
+    DCN,
     collective_of,
     done_of,
     group_of,
@@ -22,6 +23,7 @@ from ringflash.plan.collectives import (
     is_kernel,
     is_put,
     kernels_in,
+    kind_of,
     pairs_of,
     plain,
 )
@@ -67,6 +69,7 @@ class Transfer:
     kernels: tuple[str, ...] = ()  # instructions between its start and its done
     cycles: int = 0  # what the compiler estimates for XLA's instructions between the two
     scope: str = ""
+    dcn: bool = False  # sent to the host, which exchanges it with those of other slices
 
     @property
     def overlapped(self) -> bool:
@@ -155,7 +158,7 @@ def transfer(
     group = np.zeros(1, int) if pairs else group_of(inner, devices)
     return Transfer(
         name=computation.instructions[at].name,
-        kind=inner.opcode.removesuffix("-start"),
+        kind=kind_of(inner),
         bytes=held(inner),
         place=place,
         pairs=pairs,
@@ -165,6 +168,7 @@ def transfer(
         kernels=tuple(name for x in between for name in kernels_in(module, x)),
         cycles=sum(x.cycles for x in between),
         scope=inner.scope or computation.instructions[at].scope,
+        dcn=bool(DCN.search(inner.rest)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ringflash.plan.links import DCN_GB_PER_S
 from ringflash.plan.rows import ms
 from ringflash.plan.step import StepFacts
 from ringflash.plan.step_options import StepOptions
@@ -23,6 +24,7 @@ HOPS_TITLE = "attention of a layer round the ring: the mean hop; times are estim
 KERNELS = "cycles a tile of the compiler's schedule x tiles of the mask, slowest device"
 XLA = "the compiler's cycles of each of its instructions"
 BYTES = "bytes over the links' full rate"
+OVER_DCN = f"bytes over {DCN_GB_PER_S:g} GB/s a chip, assumed"
 
 
 def title(options: StepOptions) -> str:
@@ -138,7 +140,7 @@ def parts(time: StepTime) -> list[list[str]]:
                 ms(one.exposed_seconds),
                 gib(one.bytes),
                 str(one.runs),
-                BYTES,
+                OVER_DCN if one.over_dcn else BYTES,
             )
         )
     return [*rows, row("step", whole, whole, "", "", "", "attention + all else + what is exposed")]

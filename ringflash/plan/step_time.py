@@ -232,6 +232,8 @@ def collectives(step: Step) -> Iterator[Collective]:
 def over_dcn(one: Transfer, step: Step) -> bool:
     """Whether it reaches beyond a slice: slices lie on the outermost axis of the mesh."""
     slice_devices = step.devices // step.where.slices
+    if one.dcn:
+        return True
     if one.pairs:
         return any(a // slice_devices != b // slice_devices for a, b in one.pairs)
     return one.span >= slice_devices
@@ -249,6 +251,8 @@ def dcn_bytes(one: Transfer, slices: int) -> float:
     if one.pairs:
         return one.bytes
     others = (slices - 1) / slices
+    if one.dcn:  # the device's own part already
+        return {"all-reduce": 2, "all-gather": slices}.get(one.kind, 1) * others * one.bytes
     if "all-to-all" in one.kind:
         return others * one.bytes
     times = {"all-reduce": 2, "reduce-scatter": one.group}

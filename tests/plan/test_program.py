@@ -292,6 +292,39 @@ def test_a_collective_in_a_wrapper_and_its_update():
     assert (one.name, one.kind, one.synchronous) == ("f", "all-to-all", True)
 
 
+def test_what_goes_to_another_slice_goes_by_the_host():
+    """Two exchanges at once: each is done where its own result has come back."""
+
+    def end(name, kind, at, meeting):
+        named = f'_xla_host_transfer_rendezvous="{meeting}_0",_xla_megascale_transfer_type="{kind}"'
+        return f"%{name} = ({X}, u32[], token[]) {at}, is_host_transfer=true, frontend_attributes={{{named}}}"
+
+    text = entered(
+        PARAMETER,
+        "%t = token[] after-all()",
+        end("s1", "ALL_REDUCE", "send(%x, %t)", "one"),
+        end("s2", "ALL_GATHER", "send(%x, %t)", "two"),
+        end("r1", "ALL_REDUCE", "recv(%t)", "one"),
+        end("r2", "ALL_GATHER", "recv(%t)", "two"),
+        f"%b = {X} negate(%x), {with_cycles(20)}",
+        f"%d1 = ({X}, token[]) recv-done(%r1), is_host_transfer=true",
+        f"%c = {X} negate(%x), {with_cycles(300)}",
+        f"%k.1 = {X} custom-call(%x), {KERNEL}",
+        f"ROOT %d2 = ({X}, token[]) recv-done(%r2), is_host_transfer=true",
+    )
+    found = read(text)
+    reduced, gathered = found.transfers
+    assert (reduced.kind, reduced.bytes, reduced.dcn, reduced.synchronous) == (
+        "all-reduce",
+        4096,
+        True,
+        False,
+    )
+    assert (reduced.cycles, reduced.kernels) == (20, ())
+    assert (gathered.kind, gathered.cycles, gathered.kernels) == ("all-gather", 320, ("k.1",))
+    assert [one.name for one in found.others] == ["b", "c"]
+
+
 def test_no_schedule_no_facts():
     with pytest.raises(ValueError, match="wanted HLO with is_scheduled=true, found 'HloModule"):
         read(RING.replace("is_scheduled=true, ", ""))

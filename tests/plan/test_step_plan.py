@@ -178,6 +178,18 @@ def test_an_optimizer_on_the_host_takes_nothing_of_a_device(capsys):
 
 
 @pytest.mark.slow
+def test_two_slices_add_their_gradients_over_the_data_centres_network(capsys):
+    two = ["--slices=2", "--config.mesh.data=2", "--config.global_batch_size=2"]
+    small = ["--config.seq_len=512", "--config.model.layers=1", "--config.attention.kernel=chunked"]
+    found, *_ = planned(capsys, *ASKED, *small, *two)
+    over = {(one["kind"], one["over_dcn"]): one for one in found["time"]["collectives"]}
+    assert {kind for kind, dcn in over if dcn} == {"all-reduce"}
+    assert found["time"]["devices"] == 16
+    # Each of the 8 devices of a slice adds its part: in fp32 or, halved, in bf16.
+    assert over["all-reduce", True]["bytes"] >= found["memory"]["parameter_bytes"] / 2
+
+
+@pytest.mark.slow
 def test_a_slice_from_end_to_end(capsys):
     asked = [*ASKED, "--config.seq_len=4096"]
     found, *_ = planned(capsys, *asked)

@@ -208,6 +208,23 @@ def test_what_goes_between_slices(kind, wanted):
 
 
 @pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("all-reduce", 3 * MIB),  # to four slices: three quarters of it there and back
+        ("all-gather", 6 * MIB),  # all of it to three others
+        ("reduce-scatter", 1.5 * MIB),
+        ("all-to-all", 1.5 * MIB),
+    ],
+)
+def test_what_a_device_hands_to_its_host_is_its_own_part(kind, wanted):
+    to_host = gather(2 * MIB, kind, group=8, span=7, dcn=True)
+    step = made(to_host, mesh=(4, 1, 8, 1), slices=4)
+    (found,) = step_time(step).collectives
+    assert found.over_dcn
+    assert found.seconds == pytest.approx(links.dcn_seconds(wanted))
+
+
+@pytest.mark.parametrize(
     ("remat", "forwards"), [("none", 1), ("attention", 1), ("offload", 1), ("full", 2)]
 )
 def test_full_remat_has_two_forwards(remat, forwards):

@@ -80,7 +80,7 @@ def detect(variables: Variables, device: str) -> Cluster:
     finders: tuple[Callable[[Variables], Cluster | None], ...] = (by_jax, by_gke, by_mpi, by_slurm)
     try:
         found = [one for one in (find(variables) for find in finders) if one is not None]
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ConfigFault(f"the launcher's variables cannot be understood: {error}") from error
     if not found and device == "tpu":
         found = [by_metadata(variables)]
@@ -104,19 +104,21 @@ def by_jax(given: Variables) -> Cluster | None:
     return Cluster(
         "JAX_* variables",
         given[ADDRESS],
-        int(given[COUNT]),
-        int(given[RANK]),
-        start=f"the same command in {given[COUNT]} processes, {RANK}=0 to {int(given[COUNT]) - 1}",
+        number(given, COUNT),
+        number(given, RANK),
+        start=f"the same command in {given[COUNT]} processes, {RANK}=0 to {number(given, COUNT) - 1}",
     )
 
 
 def by_gke(given: Variables) -> Cluster | None:
     """A pod with a part of a TPU slice, or of one of several slices; GKE sets these variables."""
     names = given.get("TPU_WORKER_HOSTNAMES", "")
-    if not names or "TPU_WORKER_ID" not in given:
+    if not names:
         return None
+    if not given.get("TPU_WORKER_ID"):
+        return Cluster(notice="TPU_WORKER_HOSTNAMES set without TPU_WORKER_ID")
     hosts = tuple(names.split(","))
-    found = of_slices(given, hosts, int(given["TPU_WORKER_ID"]))
+    found = of_slices(given, hosts, number(given, "TPU_WORKER_ID"))
     start = "the JobSet anew: a pod is started by nothing else"
     return replace(found, launcher="GKE", start=start)
 
@@ -138,11 +140,13 @@ def by_metadata(given: Variables) -> Cluster:
 
 def of_slices(given: Variables, hosts: tuple[str, ...], worker: int) -> Cluster:
     """The processes of all slices: those of the first slice first."""
-    slices = int(given.get("MEGASCALE_NUM_SLICES") or 1)
-    at = int(given.get("MEGASCALE_SLICE_ID") or 0)
+    slices = number(given, "MEGASCALE_NUM_SLICES", 1)
+    at = number(given, "MEGASCALE_SLICE_ID", 0)
     first = hosts[0]
     if slices > 1:
-        first = given["MEGASCALE_COORDINATOR_ADDRESS"].partition(":")[0]
+        first = given.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
+        if not first:
+            raise ValueError("MEGASCALE_NUM_SLICES without MEGASCALE_COORDINATOR_ADDRESS")
     return Cluster(
         coordinator=f"{first}:{PORT}",
         count=slices * len(hosts),
@@ -155,7 +159,7 @@ def by_mpi(given: Variables) -> Cluster | None:
     """Open MPI's `mpirun`."""
     if "OMPI_COMM_WORLD_SIZE" not in given:
         return None
-    count, here = int(given["OMPI_COMM_WORLD_SIZE"]), int(given["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    count, here = number(given, "OMPI_COMM_WORLD_SIZE"), number(given, "OMPI_COMM_WORLD_LOCAL_SIZE")
     # PRRTE of Open MPI 5 does not say where rank 0 is; Open MPI 4 names the machine of mpirun.
     uri = given.get("OMPI_MCA_orte_hnp_uri", "")
     first = uri.partition("://")[2].split(":")[0].split(",")[0]
@@ -166,8 +170,8 @@ def by_mpi(given: Variables) -> Cluster | None:
         "Open MPI",
         f"{'localhost' if here == count else first}:{HIGH_PORT + job % HIGH_PORTS}",
         count,
-        int(given["OMPI_COMM_WORLD_RANK"]),
-        local_rank=int(given["OMPI_COMM_WORLD_LOCAL_RANK"]) if here > 1 else None,
+        number(given, "OMPI_COMM_WORLD_RANK"),
+        local_rank=number(given, "OMPI_COMM_WORLD_LOCAL_RANK") if here > 1 else None,
         start=f"mpirun -n {count} with the same command",
     )
 
@@ -180,18 +184,28 @@ def by_slurm(given: Variables) -> Cluster | None:
     absent = [name for name in needed if not given.get(name)]
     if absent:
         return Cluster(notice=f"in a job of SLURM, but not started by srun: no {', '.join(absent)}")
-    nodes, count = expand(given["SLURM_STEP_NODELIST"]), int(given["SLURM_STEP_NUM_TASKS"])
+    nodes, count = expand(given["SLURM_STEP_NODELIST"]), number(given, "SLURM_STEP_NUM_TASKS")
     shares = tasks(given.get("SLURM_STEP_TASKS_PER_NODE", ""), len(nodes))
     crowded = max(shares, default=1) > 1
     return Cluster(
         "SLURM",
         f"{nodes[0]}:{HIGH_PORT + int(given['SLURM_JOB_ID']) % HIGH_PORTS}",
         count,
-        int(given["SLURM_PROCID"]),
+        number(given, "SLURM_PROCID"),
         hosts=tuple(node for node, n in zip(nodes, shares, strict=False) for _ in range(n)),
-        local_rank=int(given["SLURM_LOCALID"]) if crowded else None,
+        local_rank=number(given, "SLURM_LOCALID") if crowded else None,
         start=f"srun -N {len(nodes)} -n {count} with the same command",
     )
+
+
+def number(given: Variables, name: str, default: int | None = None) -> int:
+    """A variable's. Raises ValueError where it has none."""
+    text = given.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise ValueError(f"{name}: wanted a whole number, found {text!r}")
+    return int(text)
 
 
 def join(cluster: Cluster, mine: Hello, device: str) -> list[Hello]:

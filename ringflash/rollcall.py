@@ -7,6 +7,7 @@ missed by name, where JAX by itself would wait in silence.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import queue
@@ -139,7 +140,7 @@ def _hold(
     start: str,
 ) -> list[Hello]:
     """Rank 0: hear all, answer all."""
-    here, doors = {0: mine}, {}
+    here, doors = {0: mine}, []
     faults: list[str] = []
     with _listener(port, deadline) as listener:
         for door, hello in _arrivals(listener, deadline):
@@ -150,7 +151,8 @@ def _hold(
                 faults.append(
                     f"hosts {before.host} and {hello.host} both came as rank {hello.rank}"
                 )
-            here[hello.rank], doors[hello.rank] = hello, door
+            here[hello.rank] = hello
+            doors.append(door)
             if faults or len(here) == count:
                 break
         absent = [at for at in range(count) if at not in here]
@@ -164,7 +166,7 @@ def _hold(
         # All else is alike, or told in faults.
         answer = {"missing": missing, "faults": faults, "hosts": [one.host for one in roll]}
         line = json.dumps(answer).encode() + b"\n"
-        for door in doors.values():
+        for door in doors:
             _say(door, line)
     if missing:
         raise Missing(missing)
@@ -199,15 +201,17 @@ def _arrivals(listener: socket.socket, deadline: float) -> Iterator[tuple[socket
         except (OSError, ValueError, TypeError):
             door.close()  # none of ours
 
-    while time.monotonic() < deadline:
-        listener.settimeout(PAUSE)
-        try:
-            door, _ = listener.accept()
-            threading.Thread(target=hear, args=(door,), daemon=True).start()
-        except TimeoutError:
-            pass
+    try:
+        while time.monotonic() < deadline:
+            listener.settimeout(PAUSE)
+            with contextlib.suppress(TimeoutError):
+                door, _ = listener.accept()
+                threading.Thread(target=hear, args=(door,), daemon=True).start()
+            while not heard.empty():
+                yield heard.get()
+    finally:
         while not heard.empty():
-            yield heard.get()
+            heard.get()[0].close()
 
 
 def _come(host: str, port: int, mine: Hello, deadline: float) -> dict[str, Any] | None:

@@ -60,6 +60,7 @@ LEVELS = {
     "planning": 4,
     "check": 4,
     "run": 4,
+    "supervisor": 4,
     "train": 5,
     "eval": 6,
     "cli": 7,

@@ -30,6 +30,7 @@ USAGE = "launch/local.sh -n PROCESSES -d DEVICES_EACH [--restarts=10] CONFIG WOR
 RESTARTS = (
     10  # after crashes; a run that was preempted and saved has gone further, and is not counted
 )
+COMMAND = (sys.executable, "-m", "ringflash.cli", "train")
 SAVING_SECONDS = 600.0  # for the others to end alike once one has ended in a known way
 POLL_SECONDS = 0.1
 NOISE = "[Gloo] Rank "  # it greets each of its peers on standard output
@@ -155,7 +156,7 @@ def spawn(job: Job, rank: int, port: int) -> subprocess.Popen[str]:
     }
     own = {"JAX_PROCESS_ID": str(rank), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "ringflash.cli", "train", *job.arguments],
+        [*COMMAND, *job.arguments],
         env={**os.environ, **count, **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

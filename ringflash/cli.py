@@ -17,7 +17,7 @@ from pathlib import Path
 import ringflash
 from ringflash import checks, config_file, exits, processes, startup
 from ringflash.bench import options as bench_options
-from ringflash.config import MeshConfig, flat, origins, override, resolve, with_origins
+from ringflash.config import Config, MeshConfig, flat, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
 from ringflash.observe.table import table
 from ringflash.plan import options as plan_options
@@ -143,13 +143,7 @@ def _run(arguments: Sequence[str]) -> None:
     unwritable = checks.probe_workdir(workdir)
     if unwritable:
         raise ConfigFault(unwritable)
-    device = startup.platform()
-    cluster = processes.detect(os.environ, device)
-    startup.prepare(config, cluster.count)
-    roll = processes.join(cluster, processes.hello(flat(config), workdir), device)
-    if roll:
-        title = f"{cluster.count} processes, found by {cluster.launcher}"
-        table(title, processes.hosts(roll), header=processes.COLUMNS)
+    _start(config, workdir)
     if command.verb == "train":
         # As above.
         from ringflash.train import train
@@ -160,6 +154,24 @@ def _run(arguments: Sequence[str]) -> None:
         from ringflash.evaluate.run import evaluate
 
         evaluate(config, workdir)
+
+
+def _start(config: Config, workdir: Path) -> None:
+    """Find the processes of the run and join them; the devices are there afterwards."""
+    device = startup.platform()
+    cluster = processes.detect(os.environ, device)
+    startup.prepare(config, cluster.count)
+    roll = processes.join(cluster, processes.hello(flat(config), workdir), device)
+    if not roll:
+        return
+    title = f"{cluster.count} processes, found by {cluster.launcher}"
+    table(title, processes.hosts(roll), header=processes.COLUMNS)
+    blind = [f"rank {at} ({roll[at].host})" for at in processes.blind(workdir)]
+    if blind:
+        raise ConfigFault(
+            f"--workdir={workdir}: {', '.join(blind)} does not see what rank 0 writes there: wanted a"
+            " folder that all hosts share"
+        )
 
 
 def _run_tool(name: str, arguments: Sequence[str]) -> None:

@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -35,6 +37,7 @@ PORT = 8476
 HIGH_PORT, HIGH_PORTS = 61440, 4096  # of jobs that share a machine: each its own, by its number
 JOIN_SECONDS = 300  # images are pulled and nodes start at their own pace
 HEARTBEAT_SECONDS = 60  # after which a process that died without a word is missed
+SEEN_SECONDS = 10.0  # until what one host writes is seen on another, on slow network storage
 SHOWN = 16  # hosts in the table
 VERSIONS = ("python", "jax")  # shown of each; others are compared too
 COLUMNS = ("rank", "host", "devices", *VERSIONS, "code")
@@ -305,3 +308,18 @@ def odd_ones(text: str) -> list[int]:
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.uint32)
     digests = np.atleast_2d(multihost_utils.process_allgather(digest))
     return [at for at, one in enumerate(digests) if not np.array_equal(one, digests[0])]
+
+
+def blind(workdir: Path) -> list[int]:
+    """The ranks that do not see what the first writes into the workdir, which all share. Call it on all."""
+    mark = workdir / f".seen-{agreed(lambda: secrets.randbelow(2**31))}"
+    if is_first():
+        mark.touch()
+    multihost_utils.sync_global_devices("ringflash: the workdir is marked")
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = np.atleast_1d(multihost_utils.process_allgather(np.int32(mark.exists())))
+    if is_first():
+        mark.unlink()
+    return [at for at, one in enumerate(seen) if not one]

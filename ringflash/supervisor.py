@@ -33,7 +33,8 @@ RESTARTS = (
 COMMAND = (sys.executable, "-m", "ringflash.cli", "train")
 SAVING_SECONDS = 600.0  # for the others to end alike once one has ended in a known way
 POLL_SECONDS = 0.1
-NOISE = "[Gloo] Rank "  # it greets each of its peers on standard output
+# Gloo greets its peers on standard output, from many threads at once.
+NOISE = ("[Gloo] Rank", "connected peer ranks")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def spawn(job: Job, rank: int, port: int) -> subprocess.Popen[str]:
 def relay(rank: int, source: IO[str], sink: IO[str]) -> None:
     """Each line, with the rank before it."""
     for line in source:
-        if not line.startswith(NOISE):
+        if not any(noise in line for noise in NOISE):
             sink.write(f"[{rank}] {line}" if line.endswith("\n") else f"[{rank}] {line}\n")
             sink.flush()
 

@@ -145,13 +145,34 @@ def test_a_host_with_other_code_is_refused_within_30_seconds(tmp_path):
     shutil.copytree(ROOT / "ringflash", other / "ringflash")
     with (other / "ringflash" / "loss.py").open("a") as file:
         file.write("# not as elsewhere\n")
-    address = f"localhost:{free_port()}"
     begun = time.monotonic()
-    children = []
-    for rank, where in enumerate([ROOT, other]):
+    codes, said = of_two(tmp_path / "run", [(ROOT, ROOT), (other, other)])
+    assert time.monotonic() - begun < 30
+    assert codes == [3, 3]
+    for told in said:
+        assert "rank 1 (host" in told
+        assert "code of ringflash/loss.py" in told
+
+
+def test_a_folder_that_is_another_on_each_host_is_refused(tmp_path):
+    """The same path, by the folder that a process is in."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    codes, said = of_two("/proc/self/cwd/run", [(ROOT, place) for place in places])
+    assert codes == [3, 3]
+    assert "rank 1 (" in said[0]
+    assert "does not see what rank 0 writes there" in said[0]
+    assert not list((places[0] / "run").iterdir())
+
+
+def of_two(workdir, places):
+    """Exit codes and standard errors of `train` in two processes; places: of each its package and folder."""
+    address, children = f"localhost:{free_port()}", []
+    for rank, (package, where) in enumerate(places):
         own = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)}
-        path = os.pathsep.join([str(where), *sys.path])
-        command = ["train", f"--config={QUICKSTART}", f"--workdir={tmp_path / 'run'}"]
+        path = os.pathsep.join([str(package), *sys.path])
+        command = ["train", f"--config={QUICKSTART}", f"--workdir={workdir}"]
         child = subprocess.Popen(
             [sys.executable, "-m", "ringflash.cli", *command],
             env=environment(JAX_COORDINATOR_ADDRESS=address, PYTHONPATH=path, **own),
@@ -162,8 +183,4 @@ def test_a_host_with_other_code_is_refused_within_30_seconds(tmp_path):
         )
         children.append(child)
     said = [child.communicate(timeout=60)[1] for child in children]
-    assert time.monotonic() - begun < 30
-    assert [child.returncode for child in children] == [3, 3]
-    for told in said:
-        assert "rank 1 (host" in told
-        assert "code of ringflash/loss.py" in told
+    return [child.returncode for child in children], said

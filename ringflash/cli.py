@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ringflash
-from ringflash import checks, config_file, exits, processes, startup
+from ringflash import checks, cluster, config_file, exits, processes, startup
 from ringflash.bench import options as bench_options
 from ringflash.config import Config, MeshConfig, flat, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         _leave(exits.UNEQUAL, 0)
+        return exits.UNEQUAL
     _leave(exits.DONE, LAST_SECONDS)
     return exits.DONE
 
@@ -159,12 +160,12 @@ def _run(arguments: Sequence[str]) -> None:
 def _start(config: Config, workdir: Path) -> None:
     """Find the processes of the run and join them; the devices are there afterwards."""
     device = startup.platform()
-    cluster = processes.detect(os.environ, device)
-    startup.prepare(config, cluster.count)
-    roll = processes.join(cluster, processes.hello(flat(config), workdir), device)
+    found = cluster.detect(os.environ, device)
+    startup.prepare(config, found.count)
+    roll = processes.join(found, processes.hello(flat(config), workdir), device)
     if not roll:
         return
-    title = f"{cluster.count} processes, found by {cluster.launcher}"
+    title = f"{found.count} processes, found by {found.launcher}"
     table(title, processes.hosts(roll), header=processes.COLUMNS)
     blind = [f"rank {at} ({roll[at].host})" for at in processes.blind(workdir)]
     if blind:

@@ -27,6 +27,7 @@ COMPONENTS = {
     "ringflash.legs": "assemble",
     "ringflash.curve": "check",
     "ringflash.rollcall": "processes",
+    "ringflash.cluster": "processes",
     "ringflash.hostlists": "processes",
     "ringflash.machine": "processes",
     "ringflash.logits": "loss",

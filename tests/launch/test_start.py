@@ -18,17 +18,17 @@ pytestmark = pytest.mark.slow
 DRIVER = """
 import os, sys
 from pathlib import Path
-from ringflash import processes, startup
+from ringflash import cluster, processes, startup
 from ringflash.config import flat, load, resolve
 config = resolve(load("configs/quickstart.py"))
-cluster = processes.detect(os.environ, sys.argv[1])
-startup.prepare(config, cluster.count)
-roll = processes.join(cluster, processes.hello(flat(config), Path("/runs/a")), "cpu")
+found = cluster.detect(os.environ, sys.argv[1])
+startup.prepare(config, found.count)
+roll = processes.join(found, processes.hello(flat(config), Path("/runs/a")), "cpu")
 import jax
 devices = [row[2] for row in processes.hosts(roll)]
 print()  # gloo may have written half a line
-print("ours:", cluster.launcher, cluster.rank, len(roll), devices, len(jax.devices()))
-print("ours:", processes.odd_ones("all alike"), processes.odd_ones(str(min(cluster.rank, 2))), flush=True)
+print("ours:", found.launcher, found.rank, len(roll), devices, len(jax.devices()))
+print("ours:", processes.odd_ones("all alike"), processes.odd_ones(str(min(found.rank, 2))), flush=True)
 assert processes.leave(60.0)
 """
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from ringflash.cluster import Cluster, detect
 from ringflash.exits import ConfigFault
 from ringflash.hostlists import expand, tasks
-from ringflash.processes import Cluster, detect
 
 JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 

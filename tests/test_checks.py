@@ -299,7 +299,7 @@ def test_products_in_8_bits_need_an_extra(name, monkeypatch, capsys):
     (told,) = faults(f"model.matmul={name}")
     assert re.search(rf"matmul = '{name}' .*pip install 'ringflash\[quant\]'", told)
     assert faults("model.matmul=plain") == []
-    monkeypatch.setattr(cli.startup, "prepare", lambda config: pytest.fail("a device is touched"))
+    monkeypatch.setattr(cli.startup, "prepare", lambda *_: pytest.fail("a device is touched"))
     path = CONFIGS / "quickstart.py"
     assert cli.main(["check", f"--config={path}", f"--config.model.matmul={name}"]) == 3
     assert "ringflash[quant]" in capsys.readouterr().err

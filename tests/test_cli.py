@@ -176,7 +176,7 @@ def test_a_stop_has_its_exit_code(
         raise raised
 
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: stop}))
-    monkeypatch.setattr(startup, "prepare", lambda config: None)
+    monkeypatch.setattr(startup, "prepare", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     Path("run/checkpoints").mkdir(parents=True)
     arguments = [verb, f"--config={QUICKSTART}", "--workdir=run", "--config.steps=7"]
@@ -189,7 +189,7 @@ def test_an_unexpected_exception_is_not_hidden(monkeypatch, tmp_path):
         raise RuntimeError("ours")
 
     monkeypatch.setitem(sys.modules, "ringflash.train", types.SimpleNamespace(train=fail))
-    monkeypatch.setattr(startup, "prepare", lambda config: None)
+    monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with pytest.raises(RuntimeError, match="ours"):
         cli.main(["train", f"--config={QUICKSTART}", f"--workdir={tmp_path}/run"])
 

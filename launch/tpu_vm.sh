@@ -28,26 +28,21 @@
 # RINGFLASH_POLL_SECONDS (10): the time between two looks. RINGFLASH_PATIENCE (30): how many looks in vain.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-poll=${RINGFLASH_POLL_SECONDS:-10} patience=${RINGFLASH_PATIENCE:-30} port=8081
+poll=${RINGFLASH_POLL_SECONDS:-10} patience=${RINGFLASH_PATIENCE:-30}
 verb=${1:-help} name='' project='' zone='' accelerator='' version='' slices=1 spot='' queued='' ref='' source=''
-config='' workdir='' restarts=10 worker='' dry='' overrides=() faults=() nodes=() addresses=()
+config='' workdir='' restarts=10 worker='' dry='' overrides=() faults=() nodes=() workers='' coordinator='' launches=0
 
 say() { echo "tpu_vm: $*" >&2; }
 fault() { faults+=("$*"); }
 pause() { sleep "$poll"; }
 
 parse() {
-    local key
     while (($#)); do
-        case $1 in
-            --name=* | --project=* | --zone=* | --accelerator=* | --version=* | --slices=* | --ref=* | --source=* | \
-                --config=* | --workdir=* | --restarts=* | --worker=*)
-                key=${1%%=*} && printf -v "${key#--}" %s "${1#*=}" ;;
-            --spot | --queued) printf -v "${1#--}" %s "$1" ;;
-            --dry-run) dry=yes ;;
-            --) overrides=("${@:2}") && return ;;
-            *) fault "$1: no such flag" ;;
-        esac
+        if [[ $1 =~ ^--(name|project|zone|accelerator|version|slices|ref|source|config|workdir|restarts|worker)= ]]; then
+            printf -v "${BASH_REMATCH[1]}" %s "${1#*=}"
+        elif [[ $1 =~ ^--(spot|queued|dry-run)$ ]]; then printf -v "${BASH_REMATCH[1]%-run}" yes
+        elif [ "$1" = -- ]; then overrides=("${@:2}") && return
+        else fault "$1: no such flag"; fi
         shift
     done
 }
@@ -89,7 +84,8 @@ check_run() {
 
 gc() { # gc ARGS: gcloud compute tpus ARGS, run or printed
     local command=(gcloud compute tpus "$@" --project="$project" --zone="$zone" --quiet)
-    if [ -z "$dry" ]; then "${command[@]}" </dev/null; else { printf '%q' gcloud && printf ' %q' "${command[@]:1}" && echo; } >&3; fi
+    if [ -z "$dry" ]; then "${command[@]}" </dev/null; return; fi
+    { printf gcloud && printf ' %q' "${command[@]:1}" && echo; } >&3
 }
 
 look() { # look DRY_ANSWER KIND NAME FIELD: a field of what gcloud describes, ABSENT, or UNKNOWN if it cannot tell
@@ -118,8 +114,8 @@ gone() { [[ $1 =~ ^(PREEMPTED|TERMINATED|SUSPENDED)$ ]]; }
 request() {
     local shape=(--node-id="$name")
     ((slices == 1)) || shape=(--node-count="$slices" --node-prefix="$name")
-    if [ -z "$queued" ]; then gc tpu-vm create "$name" --accelerator-type="$accelerator" --version="$version" ${spot:+"$spot"}; else
-        gc queued-resources create "$name" "${shape[@]}" --accelerator-type="$accelerator" --runtime-version="$version" ${spot:+"$spot"}
+    if [ -z "$queued" ]; then gc tpu-vm create "$name" --accelerator-type="$accelerator" --version="$version" ${spot:+--spot}; else
+        gc queued-resources create "$name" "${shape[@]}" --accelerator-type="$accelerator" --runtime-version="$version" ${spot:+--spot}
     fi
 }
 delete() { if [ -n "$queued" ]; then gc queued-resources delete "$name" --force; else gc tpu-vm delete "$name"; fi; }
@@ -144,12 +140,15 @@ create() {
     done
 }
 
-find_workers() { # into addresses[]: of each slice, those of its workers
-    local i told
+find_workers() { # workers: a line "SLICE WORKER" of each; coordinator: the address of the first
+    local i w told
+    workers=''
     for i in "${!nodes[@]}"; do
         told=$(look "ADDRESS-OF-${nodes[i]}-WORKER-0" tpu-vm "${nodes[i]}" 'networkEndpoints[].ipAddress')
         [[ ! $told =~ ^(ABSENT|UNKNOWN)$ ]] || { say "${nodes[i]} is $told" && return 1; }
-        addresses[i]=${told//[;,]/ }
+        IFS=';, ' read -ra told <<<"$told"
+        ((i > 0)) || coordinator=${told[0]}:8081
+        for w in "${!told[@]}"; do workers+="$i $w"$'\n'; done
     done
 }
 
@@ -161,13 +160,6 @@ everywhere() { # everywhere COMMAND: of tpu_worker.sh, on all workers of all sli
         [ -z "$dry" ] || wait
     done
     wait
-}
-workers() { # "SLICE WORKER" of each, a line each
-    local i w count
-    for i in "${!nodes[@]}"; do
-        read -ra count <<<"${addresses[i]}"
-        for w in "${!count[@]}"; do echo "$i $w"; done
-    done
 }
 answer() { sed -n "s/^ringflash@$2 \([^|].*\)/\1/p" "$scratch/$1" | tail -n 1; }
 words() { sed -n "s/^ringflash@$2 | /    /p" "$scratch/$1"; }
@@ -181,7 +173,7 @@ all_answer() { # all_answer WANTED COMMAND: do all workers say that? tells of th
         [ "$told" != "$1" ] || continue
         code=1 && say "${nodes[i]} worker $w: ${told:-no answer}"
         if [ -n "$told" ]; then words "$i" "$w" >&2; else tail -n 5 "$scratch/$i.errors" >&2; fi
-    done < <(workers)
+    done <<<"${workers%?}"
     return $code
 }
 
@@ -194,7 +186,6 @@ pack() {
 install() {
     local node from=$scratch
     if [ -n "$dry" ]; then from=.; else pack || return; fi
-    find_workers || return
     for node in "${nodes[@]}"; do
         gc tpu-vm scp "$from/ringflash.tgz" "$here/launch/tpu_worker.sh" "$node:" --worker=all ||
             { say "not copied to all workers of $node" && return 1; }
@@ -203,14 +194,14 @@ install() {
 }
 
 start() {
-    local i environment=() train=(.venv/bin/ringflash train --config="$config" --workdir="$workdir" "${overrides[@]}")
-    find_workers || return
+    local i id=ID environment=() train=(.venv/bin/ringflash train --config="$config" --workdir="$workdir" "${overrides[@]}")
+    [ -n "$dry" ] || id=$(date +%s)-$$-$((++launches)) # gcloud may run a command twice: see tpu_worker.sh
     all_answer ready ready || { say "nothing was started" && return 1; }
     for ((i = 0; slices > 1 && i < slices; i++)); do
-        environment[i]="MEGASCALE_COORDINATOR_ADDRESS=${addresses[0]%% *}:$port MEGASCALE_PORT=$port "
+        environment[i]="MEGASCALE_COORDINATOR_ADDRESS=$coordinator MEGASCALE_PORT=${coordinator##*:} "
         environment[i]+="MEGASCALE_NUM_SLICES=$slices MEGASCALE_SLICE_ID=$i "
     done
-    all_answer started "start ${dry:-$(date +%s)-$$}$(printf ' %q' "${train[@]}")" ||
+    all_answer started "start $id$(printf ' %q' "${train[@]}")" ||
         { say "not started everywhere: run the verb stop" && return 1; }
 }
 
@@ -249,27 +240,28 @@ settle() { # wait until all workers have ended; returns the code that says most
             if [ "$told" = running ]; then running+=" ${nodes[i]}:$w" && continue; fi
             [[ $told =~ ^exit\ [0-9]+$ ]] || { say "${nodes[i]} worker $w: ${told:-no answer}" && told='exit 255'; }
             (($(rank "${told#exit }") <= $(rank "$code"))) || code=${told#exit }
-        done < <(workers)
+        done <<<"${workers%?}"
         [ -n "$running" ] || return "$code"
         ((looks < patience)) || { say "still running:$running" && return 124; }
         pause
     done
 }
 
-logs() { find_workers && follow && settle; }
+logs() { follow && settle; }
 stop() {
     local code=0
-    find_workers && all_answer told stop && { settle || code=$?; } || return 1
+    all_answer told stop || return 1
+    settle || code=$?
     say "ended with exit code $code" && ((code != 124)) || return 124
 }
 
 status() {
     local i w
+    everywhere tell
     say "$name is $(overall READY)"
-    find_workers && everywhere tell || return 1
     while [ -z "$dry" ] && read -r i w; do
         echo "${nodes[i]} worker $w: $(answer "$i" "$w")" && words "$i" "$w"
-    done < <(workers)
+    done <<<"${workers%?}"
 }
 
 attempt() {
@@ -301,4 +293,5 @@ check
 if ((slices == 1)); then nodes=("$name"); else for ((i = 0; i < slices; i++)); do nodes+=("$name-$i"); done; fi
 scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
 exec 3>&1
+case $verb in install | start | logs | status | stop) find_workers ;; esac
 "$verb"

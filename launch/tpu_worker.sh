@@ -14,7 +14,7 @@ worker=$(curl -sf -m 5 -H 'Metadata-Flavor: Google' "$number") || worker=${HOSTN
 
 say() { echo "ringflash@$worker $*"; }
 explain() { sed "s/^/ringflash@$worker | /"; }
-running() { [ ! -e "$run/exit" ] && [ -s "$run/pid" ] && kill -0 "$(<"$run/pid")" 2>/dev/null; }
+running() { [ -s "$run/keeper" ] && kill -0 "$(<"$run/keeper")" 2>/dev/null; }
 
 unpack() { # all but the virtual environment is replaced
     mkdir -p ringflash
@@ -49,7 +49,7 @@ start() { # start ID COMMAND...: detached, so that it outlives this connection
     if [ "$(cat "$run/id" 2>/dev/null)" != "$id" ]; then
         if running; then say "a run is going on here already" && exit 1; fi
         [ ! -e "$run/log" ] || mv "$run/log" "$run/log.before"
-        rm -f "$run/exit" "$run/pid" "$run/stopping"
+        rm -f "$run/exit" "$run/keeper" "$run/pid" "$run/stopping"
         echo "$id" >"$run/id"
         setsid nohup bash "$PWD/tpu_worker.sh" keep "${@:2}" >"$run/log" 2>&1 </dev/null &
         until [ -s "$run/pid" ]; do sleep 0.02; done
@@ -57,8 +57,9 @@ start() { # start ID COMMAND...: detached, so that it outlives this connection
     say started
 }
 
-keep() { # run the command in the checkout; its process in `pid`, in the end its code in `exit`
+keep() { # run the command in the checkout; `pid` is its process, `exit` its code, there before the keeper ends
     local code=0
+    echo $$ >"$run/keeper"
     (cd ringflash && PYTHONUNBUFFERED=1 exec "$@") &
     echo $! >"$run/pid"
     wait $! || code=$?
@@ -68,24 +69,26 @@ keep() { # run the command in the checkout; its process in `pid`, in the end its
 
 log() { # log LINE: from this line on, numbered, until the run ends
     [ -e "$run/log" ] || return 0
-    tail -s 0.1 -n "+$1" --pid="$(<"$run/pid")" -F "$run/log" 2>/dev/null | grep -an --line-buffered '' || true
+    tail -s 0.1 -n "+$1" --pid="$(<"$run/keeper")" -F "$run/log" 2>/dev/null | grep -an --line-buffered '' || true
 }
 
 tell() {
-    if [ -e "$run/exit" ]; then say "exit $(<"$run/exit")"; elif running; then say running; else say "no run"; fi
+    if running; then say running; elif [ -e "$run/exit" ]; then say "exit $(<"$run/exit")"
+    elif [ -e "$run/id" ]; then say "lost"; else say "no run"; fi
     [ ! -e "$run/log" ] || tail -n 1 "$run/log" | explain
 }
 
 stop() {
     if running && [ ! -e "$run/stopping" ]; then
         touch "$run/stopping"
-        kill -TERM "$(<"$run/pid")"
+        kill -TERM "$(<"$run/pid")" || true
     fi
     say told
 }
 
 kill_it() {
-    ! running || kill -KILL "$(<"$run/pid")"
+    ! running || kill -KILL "$(<"$run/pid")" || true
+    for _ in {1..100}; do running || break; sleep 0.1; done
     say told
 }
 

@@ -19,6 +19,7 @@ from ringflash import checks, cluster, config_file, exits, processes, startup
 from ringflash.bench import options as bench_options
 from ringflash.config import Config, MeshConfig, flat, origins, override, resolve, with_origins
 from ringflash.exits import ConfigFault, Stop
+from ringflash.launch import options as launch_options
 from ringflash.observe.table import table
 from ringflash.plan import options as plan_options
 from ringflash.plan import step_options
@@ -33,8 +34,13 @@ VERBS = {
 TOOLS = {
     "bench": "Time attention beside that of others; takes no configuration.",
     "plan": "Tell whether a configuration fits a slice that is not there, and how fast it would be.",
+    "launch": "Write the files that start a run on GKE, SLURM, TPU VMs, by XPK or here.",
 }
-TOOL_HELP = {"bench": bench_options.HELP, "plan": f"{step_options.HELP}\n{plan_options.HELP}"}
+TOOL_HELP = {
+    "bench": bench_options.HELP,
+    "plan": f"{step_options.HELP}\n{plan_options.HELP}",
+    "launch": launch_options.HELP,
+}
 ALIKE_SECONDS = 20.0  # within which all processes of a run stop for the same reason
 LAST_SECONDS = 300.0  # within which all are done where one is
 NO_WORKDIR = ("check", "show-config")
@@ -179,6 +185,9 @@ def _run_tool(name: str, arguments: Sequence[str]) -> None:
     if name == "plan":
         # Nothing else needs it.
         from ringflash.plan.run import run
+    elif name == "launch":
+        # As above.
+        from ringflash.launch.render import run
     else:
         # As above.
         from ringflash.bench.run import run

@@ -62,6 +62,7 @@ LEVELS = {
     "check": 4,
     "run": 4,
     "supervisor": 4,
+    "launch": 5,
     "train": 5,
     "eval": 6,
     "cli": 7,

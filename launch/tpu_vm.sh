@@ -18,7 +18,7 @@
 #   --spot                   cheaper, and may be preempted
 #   --ref=REF, --source=DIR  what to install: a git ref, or a directory (default: this checkout, as it is)
 #   --config=FILE.py         start, up: relative to the checkout
-#   --workdir=gs://B/PATH    start, up: all workers must see it; an absolute path must be of a shared disk
+#   --workdir=gs://B/PATH    start, up: the bucket is mounted on all workers; or an absolute path of a shared disk
 #   --worker=N               logs: of which worker of the first slice (default 0)
 #   --restarts=10            up: how often to start again
 #   --dry-run                print each gcloud command, one a line, and run none
@@ -30,6 +30,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 poll=${RINGFLASH_POLL_SECONDS:-10} patience=${RINGFLASH_PATIENCE:-30}
 verb=${1:-help} name='' project='' zone='' accelerator='' version='' slices=1 spot='' queued='' ref='' source=''
+mounts=/tmp/ringflash-buckets
 config='' workdir='' restarts=10 worker='' dry='' overrides=() faults=() nodes=() workers='' coordinator='' launches=0
 
 say() { echo "tpu_vm: $*" >&2; }
@@ -194,9 +195,15 @@ install() {
 }
 
 start() {
-    local i id=ID environment=() train=(.venv/bin/ringflash train --config="$config" --workdir="$workdir" "${overrides[@]}")
+    local i id=ID environment=() folder=$workdir bucket train
+    if [[ $workdir == gs://* ]]; then # ringflash writes into folders only
+        bucket=${workdir#gs://} && bucket=${bucket%%/*} folder=$mounts/${workdir#gs://}
+    fi
+    train=(.venv/bin/ringflash train --config="$config" --workdir="$folder" "${overrides[@]}")
     [ -n "$dry" ] || id=$(date +%s)-$$-$((++launches)) # gcloud may run a command twice: see tpu_worker.sh
     all_answer ready ready || { say "nothing was started" && return 1; }
+    [ -z "${bucket:-}" ] || all_answer mounted "mount $(printf %q "$bucket") $mounts" ||
+        { say "gs://$bucket is not mounted everywhere: nothing was started" && return 1; }
     for ((i = 0; slices > 1 && i < slices; i++)); do
         environment[i]="MEGASCALE_COORDINATOR_ADDRESS=$coordinator MEGASCALE_PORT=${coordinator##*:} "
         environment[i]+="MEGASCALE_NUM_SLICES=$slices MEGASCALE_SLICE_ID=$i "

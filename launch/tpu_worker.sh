@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The worker's side of launch/tpu_vm.sh, which copies it to the home of every worker and calls it there by ssh.
 #
-#   bash tpu_worker.sh install | ready | start ID COMMAND... | log LINE | tell | stop | kill
+#   bash tpu_worker.sh install | ready | mount BUCKET FOLDER | start ID COMMAND... | log LINE | tell | stop | kill
 #
 # An answer is a line `ringflash@WORKER WORDS`; lines `ringflash@WORKER | TEXT` explain it. gcloud runs a command
 # again when its connection broke, so each of them may come twice: start knows its ID, stop signals only once.
@@ -42,6 +42,18 @@ install() {
 ready() {
     if cmp -s ringflash/pyproject.toml ringflash/.venv/installed-tpu.toml; then say ready; else
         say "not installed: run the verb install"; fi
+}
+
+mount() { # mount BUCKET FOLDER: as FOLDER/BUCKET; all workers must soon see what one of them writes
+    local at=$2/$1
+    if mountpoint -q "$at"; then say mounted && return; fi
+    if ! command -v gcsfuse >/dev/null; then
+        say "no gcsfuse: install it, see https://cloud.google.com/storage/docs/cloud-storage-fuse/install" && exit 1
+    fi
+    mkdir -p "$at"
+    if gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 "$1" "$at" >"$run/mount.log" 2>&1; then say mounted && return; fi
+    tail -n 8 "$run/mount.log" | explain
+    say "the bucket was not mounted" && exit 1
 }
 
 start() { # start ID COMMAND...: detached, so that it outlives this connection

@@ -57,7 +57,7 @@ def read(
 ) -> tuple[Config | None, list[str]]:
     """The configuration on these machines, or all that is wrong with it; None: on whatever is asked for."""
     if place is None or place.platform != "gpu":
-        config, faults = step_options.read(path, overrides, place and place.where)
+        config, faults = step_options.read(path, overrides, None if place is None else place.where)
     else:
         config, faults = on_gpus(path, overrides)
     if config is not None and place is not None:

@@ -36,6 +36,7 @@ if ! command -v "$ringflash" >/dev/null; then
 fi
 
 again=yes interrupted=''
+# shellcheck disable=SC2329 # the traps call it
 pass_on() {{
     interrupted=yes
     scancel --signal=TERM "$SLURM_JOB_ID" || true # to the ranks; not to this script, without --batch

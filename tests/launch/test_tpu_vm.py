@@ -1,5 +1,6 @@
 """launch/tpu_vm.sh against a gcloud that plays each failure; its remote commands run for real."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ SCRIPT = HERE.parents[1] / "launch" / "tpu_vm.sh"
 PLACE = ("--name=ring", "--project=p", "--zone=z")
 MAKE = ("--accelerator=v5p-16",)
 RUN = ("--config=configs/a.py", "--workdir=gs://bucket/run")
+TRAIN = ["train", "--config=configs/a.py", "--workdir=/tmp/ringflash-buckets/bucket/run"]
 UP = (*PLACE, *MAKE, *RUN)
 
 INSTALL = """#!/usr/bin/env bash
@@ -24,6 +26,14 @@ if [ -e "$FAKE_GCLOUD/broken.$WORKER" ]; then echo "no space left on device"; ex
 mkdir -p .venv/bin
 cp ringflash-for-tests .venv/bin/ringflash
 cp pyproject.toml ".venv/installed-$1.toml"
+"""
+
+MOUNTED = """#!/usr/bin/env bash
+grep -qs " $2\\$" "$FAKE_GCLOUD/mounted.$NODE.$WORKER"
+"""
+GCSFUSE = """#!/usr/bin/env bash
+if [ -e "$FAKE_GCLOUD/no-access" ]; then echo "403: no access to bucket" >&2; exit 1; fi
+echo "${*: -2}" >>"$FAKE_GCLOUD/mounted.$NODE.$WORKER"
 """
 
 # What a run does: the n-th line of codes.WORKER, else of codes, is the exit code of the n-th start.
@@ -55,6 +65,8 @@ class Cloud:
         self.write("bin/curl", '#!/bin/sh\necho "$WORKER"\n', mode=0o755)
         python = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E "$@"\n'
         self.write("bin/python3", python, mode=0o755)
+        self.write("bin/mountpoint", MOUNTED, mode=0o755)
+        self.write("bin/gcsfuse", GCSFUSE, mode=0o755)
         self.write("checkout/launch/install.sh", INSTALL)
         self.write("checkout/ringflash-for-tests", RINGFLASH, mode=0o755)
         self.write("checkout/pyproject.toml", "[project]\n")
@@ -100,9 +112,12 @@ class Cloud:
         return (self.home / f"argv.{node}.{worker}").read_text().split("\0")[:-1]
 
     def end_runs(self):
-        for pid in self.home.glob("homes/*/*/ringflash-run/pid"):
-            if not (pid.parent / "exit").exists():
-                os.kill(int(pid.read_text()), signal.SIGKILL)
+        """Also those whose worker is no more."""
+        homes = str(self.home / "homes").encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if homes in (process / "cmdline").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -121,10 +136,34 @@ def test_up_runs_on_all_workers_and_shows_the_log(cloud):
     assert "--accelerator-type=v5p-16" in create
     assert "--version=v2-alpha-tpuv5" in create
     assert "--spot" not in create
-    assert cloud.argv() == ["train", *RUN]
+    assert cloud.argv() == TRAIN
     for call in cloud.calls("--command=bash tpu_worker.sh start"):
         assert "--worker=all" in call
     assert (cloud.home / "env.ring.0").read_text() == ""  # one slice finds its peers by itself
+
+
+def test_the_bucket_is_mounted_on_all_workers_and_only_once(cloud):
+    cloud.codes(42, 0)
+    assert cloud("up", *UP).returncode == 0
+    for worker in (0, 1):
+        mounted = (cloud.home / f"mounted.ring.{worker}").read_text()
+        assert mounted == "bucket /tmp/ringflash-buckets/bucket\n"
+
+
+def test_a_bucket_that_cannot_be_mounted(cloud):
+    (cloud.home / "no-access").touch()
+    done = cloud("up", *UP)
+    assert done.returncode == 1
+    assert "the bucket was not mounted" in done.stderr
+    assert "403: no access to bucket" in done.stderr
+    assert cloud.starts() == 0
+
+
+def test_a_shared_disk_is_not_mounted(cloud):
+    done = cloud("up", *PLACE, *MAKE, RUN[0], "--workdir=/mnt/disk/run")
+    assert done.returncode == 0, done.stderr
+    assert cloud.argv()[2] == "--workdir=/mnt/disk/run"
+    assert not cloud.calls("mount")
 
 
 def test_overrides_arrive_exactly(cloud):
@@ -136,8 +175,8 @@ def test_overrides_arrive_exactly(cloud):
     ]
     done = cloud("up", *UP, "--", *overrides)
     assert done.returncode == 0, done.stderr
-    assert cloud.argv() == ["train", *RUN, *overrides]
-    assert cloud.argv(worker=1) == ["train", *RUN, *overrides]
+    assert cloud.argv() == [*TRAIN, *overrides]
+    assert cloud.argv(worker=1) == [*TRAIN, *overrides]
 
 
 def test_several_slices_know_each_other(cloud):
@@ -424,7 +463,7 @@ def test_a_git_ref_is_installed(cloud, tmp_path):
 VERBS = {
     "create": ["describe", "create", "describe"],
     "install": ["describe", "scp", "ssh"],
-    "start": ["describe", "ssh", "ssh"],
+    "start": ["describe", "ssh", "ssh", "ssh"],
     "logs": ["describe", "ssh", "ssh"],
     "status": ["describe", "ssh", "describe"],
     "stop": ["describe", "ssh", "ssh"],

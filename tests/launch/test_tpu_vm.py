@@ -130,7 +130,7 @@ def test_up_runs_on_all_workers_and_shows_the_log(cloud):
 def test_overrides_arrive_exactly(cloud):
     overrides = [
         "--config.data.source=files:my books/**/*.txt",
-        "--config.a=it's \"so\"; touch $HOME/x & $(date) `date` \\ | * ~ !!  two  spaces",
+        '--config.a=it\'s "so"; touch $HOME/x & $(date) `date` \\ | * ~ !!  two  spaces',
         "--config.b=a\nb\t#c",
         "--config.c=",
     ]

@@ -299,6 +299,14 @@ def test_logs_attach_again_when_ssh_drops(cloud):
     assert cloud.starts() == 1
 
 
+def test_lines_that_gcloud_repeats_are_shown_once(cloud):
+    cloud.scenario(rules=[{"when": "tpu_worker.sh log", "log_lines": 3, "again": True}])
+    done = cloud("up", *UP)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"start 1 line {i}: of 4:" for i in (1, 2, 3, 4)]
+    assert len(cloud.calls("tpu_worker.sh log")) == 1
+
+
 def test_logs_give_up_on_a_dead_connection(cloud):
     assert cloud("up", *UP).returncode == 0
     cloud.scenario(rules=[{"when": "tpu_worker.sh log", "code": 255, "times": 99}])

@@ -7,7 +7,8 @@ The folder FAKE_GCLOUD holds all of it. `calls.jsonl`: every call. `scenario.jso
     queue_states  the same for queued resources
     rules         [{when, code, stderr, times, state, after, log_lines}]: a call whose arguments contain
                   `when` fails, the first `times` (1) times after `after` (0) others; `state`: all
-                  slices are in it from then on; `log_lines`: so many come before the connection drops
+                  slices are in it from then on; `log_lines`: so many come before the connection drops;
+                  `again`: gcloud then connects again by itself and runs the command once more
     dead          workers that do not answer
 
 A worker is the folder NODE/N, its home. Remote commands see `curl` tell their number.
@@ -129,6 +130,8 @@ def ssh(_kind, names, flags, scenario, rule):
         shell = {"cwd": home, "env": env, "stdout": subprocess.PIPE, "start_new_session": True}
         runs.append(subprocess.Popen(["bash", "-c", command], **shell))
     codes = [255 if run is None else finish(run, rule) for run in runs]
+    if rule and rule.get("again"):  # as gcloud does by itself when a connection broke
+        ssh(_kind, names, flags, scenario, None)
     sys.exit(next((code for code in codes if code), 0))
 
 

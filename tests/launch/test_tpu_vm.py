@@ -86,7 +86,7 @@ class Cloud:
         name = "codes" if worker is None else f"codes.{worker}"
         self.write(name, "".join(f"{code}\n" for code in codes))
 
-    def __call__(self, verb, *flags, patience=5):
+    def __call__(self, verb, *flags, patience=1000):
         source = [] if any(f.startswith("--ref") for f in flags) else [f"--source={self.checkout}"]
         env = dict(os.environ, FAKE_GCLOUD=str(self.home), RINGFLASH_POLL_SECONDS="0.01")
         env |= {"RINGFLASH_PATIENCE": str(patience), "PATH": f"{self.home}/bin:{env['PATH']}"}
@@ -95,7 +95,7 @@ class Cloud:
             env=env,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
         )
 
     def calls(self, *words):
@@ -241,11 +241,11 @@ def test_too_many_restarts(cloud):
 def test_hosts_that_never_end_are_killed_and_the_run_started_again(cloud):
     cloud.codes(0, 0, worker=0)
     cloud.codes("waits", 0, worker=1)
-    done = cloud("up", *UP, patience=1)
+    done = cloud("up", *UP, patience=10)
     assert done.returncode == 0, done.stderr
     assert "still running: ring:1" in done.stderr
     assert "exit code 124: restart 1" in done.stderr
-    assert cloud.starts(worker=1) == 2
+    assert cloud.starts(worker=1) >= 2
 
 
 def test_quota_exceeded(cloud):
@@ -338,6 +338,14 @@ def test_logs_attach_again_when_ssh_drops(cloud):
     assert cloud.starts() == 1
 
 
+def test_lines_that_gcloud_repeats_are_shown_once(cloud):
+    cloud.scenario(rules=[{"when": "tpu_worker.sh log", "log_lines": 3, "again": True}])
+    done = cloud("up", *UP)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"start 1 line {i}: of 4:" for i in (1, 2, 3, 4)]
+    assert len(cloud.calls("tpu_worker.sh log")) == 1
+
+
 def test_logs_give_up_on_a_dead_connection(cloud):
     assert cloud("up", *UP).returncode == 0
     cloud.scenario(rules=[{"when": "tpu_worker.sh log", "code": 255, "times": 99}])
@@ -398,7 +406,7 @@ def test_a_run_outlives_the_connection_and_is_stopped(cloud):
     assert "a run is going on here already" in again.stderr
     assert "stop it first" in cloud("install", *PLACE).stderr
     assert "ring worker 1: running" in cloud("status", *PLACE).stdout
-    done = cloud("stop", *PLACE, patience=99)
+    done = cloud("stop", *PLACE, patience=999)
     assert done.returncode == 0, done.stderr
     assert "ended with exit code 42" in done.stderr
     status = cloud("status", *PLACE)

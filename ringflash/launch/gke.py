@@ -24,6 +24,7 @@ PERSONAL = [
 # Messages of the Job controller: "Container ringflash for pod default/x failed with exit code 42 matching FailJob
 # rule at index 0", "Pod default/x has condition DisruptionTarget matching FailJob rule at index 1".
 SAVED = f"failed with exit code {exits.PREEMPTED} matching"
+TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}
 DISRUPTED = "has condition DisruptionTarget matching"
 COMMENTS = {
     "exclusive-topology": ["One Job for each node pool, which is a slice, and all its pods there."],
@@ -126,7 +127,7 @@ def job(options: Options, shape: Shape) -> dict[str, Any]:
             "podFailurePolicy": {
                 "rules": [
                     exit_codes([exits.PREEMPTED]),
-                    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                    {"action": "FailJob", "onPodConditions": [TAKEN_AWAY]},
                     exit_codes(PERSONAL),
                 ]
             },

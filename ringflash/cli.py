@@ -98,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(["interrupted"])
         _leave(exits.INTERRUPTED, 0)
         return exits.INTERRUPTED
-    except Exception:
+    except Exception as error:
         if not processes.many():
             raise
         traceback.print_exc()
-        _leave(exits.UNEQUAL, 0)
-        return exits.UNEQUAL
+        code = exits.HANG if processes.is_lost_peer(error) else exits.UNEQUAL
+        _leave(code, 0)
+        return code
     _leave(exits.DONE, LAST_SECONDS)
     return exits.DONE
 

@@ -32,6 +32,8 @@ from ringflash.rollcall import Hello, short
 JOIN_SECONDS = 300  # images are pulled and nodes start at their own pace
 HEARTBEAT_SECONDS = 60  # after which a process that died without a word is missed
 SEEN_SECONDS = 10.0  # until what one host writes is seen on another, on slow network storage
+LOST = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED")
+LOST_CONNECTION = ("Gloo", "Connection reset", "Connection closed", "heartbeat")
 SHOWN = 16  # hosts in the table
 VERSIONS = ("python", "jax")  # shown of each; others are compared too
 COLUMNS = ("rank", "host", "devices", *VERSIONS, "code")
@@ -106,6 +108,14 @@ def leave(seconds: float) -> bool:
     ended.start()
     ended.join(seconds)
     return not ended.is_alive()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether it is what a process sees of another that died: no fault of the program, so start again."""
+    told = str(error)
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        told.startswith(LOST) or any(word in told for word in LOST_CONNECTION)
+    )
 
 
 def many() -> bool:

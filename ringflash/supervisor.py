@@ -120,7 +120,8 @@ class Supervisor:
             codes = self.ranks.codes()
             ended = [code for code in codes if code]
             if ended and deadline is None:
-                first = ended[0]
+                # Of several at once: what the others end with for want of one is worth another start.
+                first = next((code for code in ended if not exits.restarts(code)), ended[0])
                 at = codes.index(first)
                 say(f"rank {at} (pid {self.ranks.children[at].pid}) ended with code {first}")
                 # After a crash the others wait for it in a collective: there is nothing they could save.

@@ -1,4 +1,4 @@
-"""GKE: a JobSet, queued by Kueue. Dicts as Kubernetes has them, as YAML with comments that say why."""
+"""GKE: a JobSet, queued by Kueue. Dicts as Kubernetes has them, dumped with comments that say why."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ PERSONAL = [
     exits.DATA_FAULT,
     exits.DIVERGED,
 ]
-# Messages of the Job controller: "Container ringflash for pod default/x failed with exit code 42 matching FailJob
-# rule at index 0", "Pod default/x has condition DisruptionTarget matching FailJob rule at index 1".
+# Messages of the Job controller: "Container ringflash for pod default/x failed with exit code 42 matching
+# FailJob rule at index 0", "Pod default/x has condition DisruptionTarget matching FailJob rule at index 1".
+TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}  # JobSet 0.10 requires the status
 SAVED = f"failed with exit code {exits.PREEMPTED} matching"
-TAKEN_AWAY = {"type": "DisruptionTarget", "status": "True"}
 DISRUPTED = "has condition DisruptionTarget matching"
 COMMENTS = {
     "exclusive-topology": ["One Job for each node pool, which is a slice, and all its pods there."],
     "failurePolicy:": [
-        "All pods of a run stand and fall together, so no pod is ever replaced: the first that fails fails its",
-        "Job (backoffLimit 0), and the JobSet decides by the Job's reason and message, first rule first:",
-        "  saved     42, which all ranks end with alike, or a node that is taken away, whatever the code then:",
-        "            start again; not counted, since the run has gone further or could not help it.",
+        "All pods of a run stand and fall together, so no pod is ever replaced: the first that fails",
+        "fails its Job (backoffLimit 0), and the JobSet decides by the Job's reason and message:",
+        "  saved     42, which all ranks end with alike, or a node that is taken away, whatever the code",
+        "            then: start again; not counted, as the run has gone further or could not help it.",
         "  person    1, 2, 3, 4, 5: starting again would not mend it.",
-        "  crashed   all else, so 124 (a host hung or never came) and 127 to 255: start again, maxRestarts times.",
-        "That one of several hosts crashed can end the others with 1; the Job keeps the reason that was first.",
-        "Message patterns need JobSet 0.10.",
+        "  crashed   all else, so 124 (a host hung or never came) and 127 to 255: start again, but only",
+        "            maxRestarts times.",
+        "A crash of one host can end the others with 1; the Job keeps the reason that was first.",
+        "The first rule that fits holds. Message patterns need JobSet 0.10.",
     ],
     "restartStrategy:": ["No pod of the last attempt may meet one of the next."],
     "parallelism:": ["The hosts of a slice."],
     "podFailurePolicy:": [
-        "FailJob for what is told apart above; what matches no rule is counted, and one is too many. Ignore would",
-        "bring one pod back, for which the others wait in vain. A pod is judged by the first rule that fits: one",
-        "on a node that is taken away may end with any code. It takes restartPolicy Never and podReplacementPolicy",
-        "Failed. containerName: not the sidecar of the bucket.",
+        "FailJob for what is told apart above; what matches no rule is counted, and one is too many.",
+        "Ignore would bring one pod back, for which the others wait in vain. The first rule that fits",
+        "holds: a pod on a node that is taken away may end with any code. Such a policy takes",
+        "restartPolicy Never and podReplacementPolicy Failed. containerName: not the bucket's sidecar.",
     ],
     "terminationGracePeriodSeconds:": [
-        "Longer than a save takes: SIGTERM has the run finish its step and save, then comes SIGKILL. Spot nodes",
-        "give 15 s, whatever stands here (120 s at most, by the node pool's own setting, from GKE 1.35 on).",
-        "After a crash of one host the others are asked to end too; those that hang take as long.",
+        "Longer than a save takes: SIGTERM has the run finish its step and save, then comes SIGKILL.",
+        "Spot nodes give 15 s, whatever stands here (120 s at most, by a setting of the node pool, from",
+        "GKE 1.35 on). After a crash of one host the others are asked to end too, and may take as long.",
     ],
     "securityContext:": [
-        "Root, for the TPU's device files and locked memory, whatever user the image has. Where your nodes let",
-        "others at them, take it out.",
+        "Root, for the TPU's device files and locked memory, whatever user the image has. Take it out",
+        "where your nodes let others at them.",
     ],
     "env:": [
-        "GKE itself sets TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, in Jobs that are Indexed and have a subdomain;",
-        "newer ones set MEGASCALE_* in a JobSet too. These say the same, and hold for all.",
+        "GKE itself sets TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, in Jobs that are Indexed and have a",
+        "subdomain. What joins slices is set here, whether or not the cluster would do that too.",
     ],
     "requests:": ["Nothing else: what Kueue has no quota for, it does not admit."],
     "mountOptions:": ["All hosts must soon see what the first one writes: no metadata is kept."],
@@ -69,7 +70,7 @@ def files(options: Options, shape: Shape) -> dict[str, str]:
     """The JobSet, and what queues it."""
     head = [
         f"Written by: {options.rendered_by}",
-        f"{shape.slices} x {shape.accelerator} {shape.topology}: {shape.hosts} hosts of {shape.chips} chips each",
+        f"{shape.slices} x {shape.accelerator} {shape.topology}: {shape.hosts} hosts of {shape.chips} chips",
     ]
     return {
         JOBSET: dump([jobset(options, shape)], head, COMMENTS),

@@ -11,8 +11,8 @@ API = "kueue.x-k8s.io/v1beta2"
 TPU = "google.com/tpu"
 COMMENTS = {
     "nominalQuota:": [
-        "Chips of all runs that may go on at once: raise it to what your node pools hold. Of a second run none",
-        "of the pods is started until the first has ended.",
+        "Chips of all runs that may go on at once: raise it to what your node pools hold. No pod of",
+        "another run is started before it finds room.",
     ]
 }
 

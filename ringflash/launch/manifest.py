@@ -1,4 +1,4 @@
-"""Dicts as YAML that a person reads: in the order they were written, with comments above keys."""
+"""Dicts as YAML for a person: in the order they were written, with comments above the keys they are of."""
 
 from __future__ import annotations
 

@@ -39,25 +39,34 @@ NAMES = tuple(dict.fromkeys([*COMMON, *(name for used in USED.values() for name 
 RESTARTS = {"slurm": 100, "xpk": 100}  # where preemptions are counted with the crashes
 IN_IMAGE = "/app"  # where the image has the folder that its Dockerfile is built from
 MOUNT = "/gcs"  # where a pod has the bucket
-HELP = """usage: ringflash launch render --target=gke|slurm|tpu-vm|xpk|local --config=FILE.py[:ARG] --workdir=DIR --out=DIR
-         [--topology=v5p:4x4x4] [--slices=N] [--nodes=N --devices=PER_NODE] [--name=...] [--config.KEY=VALUE ...]
+HELP = """usage: ringflash launch render --target=gke|slurm|tpu-vm|xpk|local --config=FILE.py[:ARG]
+         --workdir=DIR --out=DIR [--topology=v5p:4x4x4 --slices=N] [--nodes=N --devices=PER_NODE]
+         [FLAGS] [--config.KEY=VALUE ...]
 
-Writes the files that start a run, into --out, and prints the command that submits them. First it checks what a
-run would find out on rented machines: the configuration, the mesh on the topology, and, by compiling the step as
-`ringflash plan` does (two minutes), whether it fits. --unchecked leaves the compiling out.
+Writes the files that start a run, into --out, and prints the command that submits them. First it checks
+what a run would find out on rented machines: the configuration, the mesh on the topology, and, by compiling
+the step as `ringflash plan` does (two minutes), whether it fits. --unchecked leaves the compiling out.
 
-  gke      a JobSet and the Kueue objects that queue it    --topology --image; --slices --queue --bucket --spot
-  xpk      the command that has XPK make one               --topology --image --cluster; --project --zone --spot
-  tpu-vm   a script for launch/tpu_vm.sh                   --topology --project --zone; --slices --spot --queued
-  slurm    a batch script                                  --nodes --devices; --platform=gpu|cpu --queue --time
-  local    a script for launch/local.sh                    --nodes --devices
+  target   what is written                                 flags, beside --name and --restarts
+  gke      a JobSet and the Kueue objects that queue it    --topology --image, --slices --queue --bucket
+                                                           --spot --grace --image-config
+  xpk      the command that has XPK make a JobSet          --topology --image --cluster, --slices --project
+                                                           --zone --spot --grace --image-config
+  tpu-vm   a script for launch/tpu_vm.sh                   --topology --project --zone, --slices --spot
+                                                           --queued
+  slurm    a batch script                                  --nodes --devices, --platform=gpu|cpu --queue
+                                                           --project --time --grace
+  local    a script for launch/local.sh                    --nodes --devices, --platform=gpu|cpu
 
   --name=...           of the run (default: that of the config file)
-  --project=...        Google Cloud's; SLURM: the account    --queue=...  Kueue's LocalQueue; SLURM: the partition
+  --project=...        Google Cloud's, or SLURM's account
+  --queue=...          Kueue's LocalQueue (default: ringflash), or SLURM's partition
   --image-config=...   the config file as the image has it (default: its path from here, under /app)
-  --bucket=...         is mounted at /gcs; the workdir lies there
-  --grace=600          seconds to save in when asked to stop     --restarts=10  after crashes (slurm, xpk: all, 100)
-  --time=24:00:00      SLURM's limit                             --force        overwrite files that differ
+  --bucket=...         is mounted at /gcs; the workdir lies below that
+  --grace=600          seconds to save in, when a run is asked to stop
+  --restarts=10        after crashes; slurm and xpk count preemptions too (default: 100)
+  --time=24:00:00      SLURM's limit
+  --force              overwrite files that are there and differ
 Exit codes: 0 written, 1 it does not fit, 3 wrong configuration or arguments.
 """
 
@@ -159,7 +168,7 @@ def finished(
         config=config,
         where=place.where,
         shape=place.shape,
-        overrides=(*overrides, *place.overrides(config, target)),
+        overrides=(*overrides, *place.overrides(target)),
         given=tuple(given),
         **(usual | others),
     )

@@ -25,11 +25,10 @@ class Place:
     shape: Shape
     platform: str = "tpu"
 
-    def overrides(self, config: Config, target: str) -> tuple[str, ...]:
+    def overrides(self, target: str) -> tuple[str, ...]:
         """What a run must be told of simulated devices; launch/local.sh does it itself."""
         told = target == "local" or self.platform != CPU
-        right = config.cpu_devices == self.shape.devices
-        return () if told or right else (f"--config.cpu_devices={self.shape.devices}",)
+        return () if told else (f"--config.cpu_devices={self.shape.devices}",)
 
 
 def placed(taken: Mapping[str, Any]) -> tuple[Place | None, list[str]]:
@@ -57,7 +56,7 @@ def read(
 ) -> tuple[Config | None, list[str]]:
     """The configuration on these machines, or all that is wrong with it; None: on whatever is asked for."""
     if place is None or place.platform != "gpu":
-        config, faults = step_options.read(path, overrides, None if place is None else place.where)
+        config, faults = step_options.read(path, overrides, place.where if place else None)
     else:
         config, faults = on_gpus(path, overrides)
     if config is not None and place is not None:

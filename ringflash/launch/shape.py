@@ -1,6 +1,6 @@
 """What a topology is made of where it is rented: hosts, chips a host, and its names at Google Cloud.
 
-The names are those of GKE's node labels and machine types and of gcloud's accelerator types, as public in 2026.
+The names are those of GKE's node labels and machine types and of gcloud's accelerator types.
 """
 
 from __future__ import annotations

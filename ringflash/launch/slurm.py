@@ -15,11 +15,11 @@ SCRIPT = """#!/usr/bin/env bash
 # Written by: {rendered_by}
 # Submit it where .venv is (or set RINGFLASH): sbatch {file}
 #
-# Signals. USR1 comes from SLURM to this script, {grace} s before the time limit: the ranks are sent TERM, save, and
-# end with 42, and the job is queued again. USR2 does the same without queueing again:
+# Signals. USR1 comes from SLURM to this script, {grace} s before the limit: the ranks are sent TERM, save,
+# and end with 42, and the job is queued again. USR2 does the same without queueing again:
 #     scancel --batch --signal=USR2 JOB
-# TERM comes from scancel, or from a preemption, to the ranks too: it is not passed on, for a second one ends a run
-# of one process unsaved; nor is the job queued again here, for SLURM does that itself where it preempts.
+# TERM comes from scancel, or from a preemption, and to the ranks too: it is not passed on, for a second one
+# ends a run of one process unsaved; nor is the job queued again: SLURM does that where it preempts.
 set -euo pipefail
 
 ringflash=${{RINGFLASH:-.venv/bin/ringflash}}
@@ -45,8 +45,8 @@ trap pass_on USR1
 trap 'again=""; pass_on' USR2
 trap 'again=""; interrupted=yes' TERM
 
-# srun ends with the highest code of all ranks. Where one ends with 4, and others are killed for it, that is 137, which
-# would queue the job again; so srun's own lines are kept, and the rank that ended first has its say.
+# srun ends with the highest code of all ranks. Where one ends with 4, and others are killed for it, that is
+# 137, which would queue the job again; so the rank that ended first has its say, in the lines of srun.
 ends=$(mktemp)
 srun --kill-on-bad-exit=1 --cpu-bind=none --open-mode=append --output="$log" --error="$log" \\
     "$ringflash" "${{train[@]}}" 2>"$ends" &
@@ -66,7 +66,7 @@ rm -f "$ends"
 
 restarts=${{SLURM_RESTART_COUNT:-0}}
 if ! ((code == 42 || code == 124 || code >= 127)); then
-    ((code == 0)) || echo "exit code $code: not queued again; 3 configuration, 4 data, 5 diverged, 1 a fault" >&2
+    ((code == 0)) || echo "exit code $code: not queued again (launch/README.md has what it means)" >&2
 elif [ -z "$again" ]; then
     echo "exit code $code: asked to end, so not queued again" >&2
 elif ((restarts >= max_restarts)); then

@@ -11,20 +11,21 @@ FILE = "xpk.sh"
 SCRIPT = """#!/usr/bin/env bash
 # Written by: {rendered_by}
 #
-# XPK starts a workload again, up to --max-restarts times in all, where it ended with 42 (preempted and saved) or
-# 127 to 255 (crashed): preemptions are counted too. Of itself it would not after 124, a host that hangs or
-# never came: --restart-on-exit-codes adds it. All other codes (1, 3, 4, 5) end the workload.
+# XPK starts a workload again, up to --max-restarts times in all, where it ended with 42 (preempted and saved)
+# or 127 to 255 (crashed): preemptions are counted too. Of itself not after 124 (a host hangs or never
+# came): --restart-on-exit-codes adds it. All other codes (1, 3, 4, 5) end the workload.
 #
-# `exec`: XPK starts the command in a shell of its own and passes SIGTERM on to that; ringflash must be in its place
-# to save. The default of 30 s to do so is too short for a large checkpoint.
+# `exec`: XPK starts the command in a shell of its own and passes SIGTERM on to that; ringflash must be in its
+# place to save. The default of 30 s to do so is too short for a large checkpoint.
 {notes}exec xpk workload create \\
     {arguments} \\
     "$@"
 """
 # XPK would start two containers on each host of 7x, each with half of its chips.
 ONE_CONTAINER = "--no-use-parallel-containers"
-STORAGE = """# The workdir {workdir} must be on a storage that all pods mount: xpk storage attach, then give this script
-# --storage=NAME.
+STORAGE = """#
+# The workdir {workdir} must be on a storage that all pods mount: xpk storage attach, then give this
+# script --storage=NAME.
 """
 
 

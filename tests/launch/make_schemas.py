@@ -35,7 +35,8 @@ def compact(schema: dict, path: tuple[str, ...] = ()) -> dict:
     if "items" in schema:
         found["items"] = compact(schema["items"], path)
     if "properties" in schema:
-        fields = {key: value for key, value in schema["properties"].items() if key not in NOT_OURS}
+        left = () if path else NOT_OURS
+        fields = {key: value for key, value in schema["properties"].items() if key not in left}
         found["properties"] = {
             key: compact(value, (*path, key)) for key, value in sorted(fields.items())
         }

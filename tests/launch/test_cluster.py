@@ -4,8 +4,10 @@ import http.server
 import re
 import threading
 
+import jax
 import pytest
 
+from ringflash import cli, processes
 from ringflash.cluster import Cluster, detect
 from ringflash.exits import ConfigFault
 from ringflash.hostlists import expand, tasks
@@ -202,3 +204,37 @@ def test_lists_of_nodes():
             expand(wrong)
     with pytest.raises(ValueError, match="wanted tasks"):
         tasks("x", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset"), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: the other end is gone"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: a fault"), False),
+        (ValueError("UNAVAILABLE"), False),
+    ],
+)
+def test_what_is_seen_of_a_process_that_died(error, lost):
+    assert processes.is_lost_peer(error) == lost
+
+
+@pytest.mark.parametrize(("message", "code"), [("UNAVAILABLE: gone", 124), ("INTERNAL: no", 1)])
+def test_a_lost_peer_is_worth_another_start(monkeypatch, capfd, message, code):
+    """In a run of several processes; each leaves without waiting for the others."""
+
+    def fail(arguments):
+        raise jax.errors.JaxRuntimeError(message)
+
+    left = []
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(processes, "many", lambda: True)
+    monkeypatch.setattr(processes, "leave", lambda seconds: bool(left.append(seconds)))
+    monkeypatch.setattr(cli.os, "_exit", left.append)
+    assert cli.main(["train"]) == code
+    assert left == [0, code]
+    assert message in capfd.readouterr().err
+    monkeypatch.setattr(processes, "many", lambda: False)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        cli.main(["train"])

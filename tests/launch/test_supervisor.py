@@ -132,6 +132,15 @@ def test_those_that_do_not_end_alike_are_given_up(start, tmp_path):
     assert (code, starts(tmp_path)) == (5, [1, 1])
 
 
+def test_of_two_that_ended_at_once_the_fault_counts(monkeypatch):
+    """And not what it made the other end with."""
+    made = supervisor.Supervisor(Job(2, 1))
+    made.ranks.children = [subprocess.Popen([sys.executable, "-c", f"exit({n})"]) for n in (124, 4)]
+    for child in made.ranks.children:
+        child.wait()
+    assert made._wait() == 4
+
+
 def until_ready(process, count):
     """What was said until so many ranks are ready."""
     lines = []

@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ringflash.launch import local, slurm, tpu_vm, xpk
 from ringflash.launch.options import parse
 
 ROOT = Path(__file__).parents[2]
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 LLAMA, QUICKSTART = "--config=configs/llama3_8b_128k.py", "--config=configs/quickstart.py"
 ODD = '--config.data.source=files:it\'s $HOME `x`; "*"/*.txt'
 SLURM = ("--target=slurm", QUICKSTART, "--workdir=runs/it's", "--nodes=2", "--devices=4")
@@ -235,7 +237,7 @@ def test_shellcheck(tmp_path, name):
     file = tmp_path / "script.sh"
     # Without $ and `: that they stand in quotes is what shellcheck would ask about.
     file.write_text(text_of(module, *flags, ODD.replace("$", "").replace("`", "")))
-    subprocess.run(["shellcheck", file], check=True)
+    subprocess.run([SHELLCHECK, file], check=True)
 
 
 def run_with_false(tmp_path, command, module, flags):

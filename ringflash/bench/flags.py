@@ -64,3 +64,10 @@ def positive(argument: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise ConfigFault(f"{argument}: wanted whole numbers above 0, found {text!r}")
     return int(text)
+
+
+def counted(argument: str, text: str) -> int:
+    """Raises ConfigFault unless the text is a whole number, which may be 0."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigFault(f"{argument}: wanted a whole number, found {text!r}")
+    return int(text)

@@ -173,6 +173,8 @@ def finished(
         **(usual | others),
     )
     words.check_name("--name", made.name)
+    if target == "slurm":
+        words.check_time(made.time, made.grace)
     return made
 
 
@@ -210,5 +212,6 @@ TAKE: dict[str, Callable[[str, str], Any]] = {
     "target": partial(flags.one_of, known=tuple(USED)),
     "platform": partial(flags.one_of, known=("gpu", CPU)),
     "topology": words.topology,
-    **dict.fromkeys(("slices", "nodes", "devices", "grace", "restarts"), flags.positive),
+    **dict.fromkeys(("slices", "nodes", "devices", "grace"), flags.positive),
+    "restarts": flags.counted,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def rows(options: Options, texts: Mapping[str, str]) -> list[list[str]]:
         "machine type": shape.machine if options.target == "gke" else "",
         "accelerator": {"tpu-vm": shape.accelerator_type, "xpk": shape.xpk_type}.get(options.target, ""),
         "image": options.image,
-        "command": " ".join(("ringflash", *options.train)),
+        "command": shlex.join(["ringflash", *options.train]),
         "fits": fits(options),
         "written": ", ".join(f"{options.out}/{name}" for name in texts),
     }  # fmt: skip

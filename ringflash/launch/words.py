@@ -43,7 +43,7 @@ TEXTS = {
     "bucket": (r"[a-z0-9][a-z0-9_.-]{1,61}[a-z0-9]", "a bucket's name, without gs://"),
     "image": (r"[a-z0-9][A-Za-z0-9_./:@-]*", "an image such as " + EXAMPLES["image"]),
     "image_config": (r"/[^\x00-\x1f\x7f]+", "a whole path, as the image has it"),
-    "time": (r"(\d+-)?\d+(:\d\d){1,2}|\d+", "SLURM's D-HH:MM:SS or HH:MM:SS"),
+    "time": (r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", "SLURM's D-HH:MM:SS, HH:MM:SS or minutes"),
     "config": PATH,
     "workdir": PATH,
     "out": PATH,
@@ -65,6 +65,20 @@ def check_name(flag: str, text: str) -> None:
         raise ConfigFault(f"{flag}={text}: wanted {LABEL[1]}")
     if len(text) > LONGEST_NAME:
         raise ConfigFault(f"{flag}={text}: {len(text)} characters: wanted {LONGEST_NAME} at most")
+
+
+def check_time(limit: str, grace: int) -> None:
+    """Raises ConfigFault where a job would be asked to save as soon as it starts."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # Hours come first after days, and in three parts; else minutes do.
+    first = 3600 if dash or len(parts) == 3 else 60
+    seconds = sum(part * first // 60**at for at, part in enumerate(parts))
+    seconds += int(days or 0) * 86400
+    if grace >= seconds:
+        raise ConfigFault(
+            f"--time={limit} is {seconds} s, and --grace={grace}: wanted more time than it takes to save"
+        )
 
 
 def topology(argument: str, text: str) -> str:

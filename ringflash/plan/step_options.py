@@ -147,9 +147,7 @@ def mesh_faults(mesh: MeshConfig, where: Where) -> list[str]:
     faults = []
     if devices % known if -1 in sizes.values() else devices != known:
         shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        others = known // max(1, sizes["context"])
-        fits = devices % others == 0
-        fit = f"; one that fits: mesh.context = {devices // others}" if fits else ""
+        fit = that_fits(mesh, where)
         faults.append(f"the mesh {shape} takes {known} devices, {where} has {devices}{fit}")
     data = devices // known if sizes["data"] == -1 else sizes["data"]
     if data % where.slices:
@@ -158,3 +156,13 @@ def mesh_faults(mesh: MeshConfig, where: Where) -> list[str]:
             " since only `data` may reach from slice to slice"
         )
     return faults
+
+
+def that_fits(mesh: MeshConfig, where: Where) -> str:
+    """What to say of a mesh with other `context`, and with `data` for the slices, where there is one."""
+    data = math.ceil(max(mesh.data, 1) / where.slices) * where.slices
+    context, left = divmod(where.devices, data * max(mesh.fsdp, 1) * max(mesh.tensor, 1))
+    if left:
+        return ""
+    first = f"mesh.data = {data}, " if mesh.data not in (-1, data) else ""
+    return f"; one that fits: {first}mesh.context = {context}"

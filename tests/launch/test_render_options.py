@@ -96,6 +96,23 @@ def test_all_that_is_wrong_is_told_at_once():
     assert len(faults("render")) == 4
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("10", 600), ("10:00", 600), ("0:10:00", 600), ("1-0", 86400), ("1-0:10", 87000)],
+)
+def test_a_time_limit_leaves_time_to_save(limit, seconds):
+    asked_for = asked("slurm", f"--time={limit}")
+    (told,) = faults(*asked_for, f"--grace={seconds}")
+    assert f"--time={limit} is {seconds} s" in told
+    assert parse([*asked_for, f"--grace={seconds - 1}"]).time == limit
+
+
+def test_no_restarts_at_all():
+    assert parse(asked("gke", "--restarts=0")).restarts == 0
+    (told,) = faults(*asked("gke", "--restarts=-1"))
+    assert "wanted a whole number" in told
+
+
 @pytest.mark.parametrize("verb", [(), ("rendr",), ("--target=gke",)])
 def test_another_verb(verb):
     (told,) = faults(*verb)

@@ -123,7 +123,10 @@ def test_slices_divide_data():
 
 def test_devices_of_several_slices_are_in_one_mesh():
     found = lines(*ASKED, "--slices=2")
-    assert "takes 8 devices, 2 x v5e:2x4 has 16; one that fits: mesh.context = 16" in found[0]
+    assert (
+        "takes 8 devices, 2 x v5e:2x4 has 16; one that fits: mesh.data = 2, mesh.context = 8"
+        in found[0]
+    )
     assert "mesh.data = 1 over 2 slices" in found[1]
 
 

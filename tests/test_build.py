@@ -45,7 +45,7 @@ def largest(compiled):
     return sorted(((int(np.prod(dims)), dims) for dims in shapes), reverse=True)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", ["step", "evaluation", "start"])
 def test_no_device_holds_the_vocabulary_whole(source, tied, what):
     """Not the table, nor the unembedding, their gradients, or the logits: a quarter of one is too much."""
@@ -86,6 +86,7 @@ def test_targets_that_are_negative_are_not_counted(source):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
+@pytest.mark.slow
 def test_the_z_loss_is_in_the_gradient_and_not_in_the_loss(source):
     config, batch = tiny(source), batch_of(tiny(source))
     more = dataclasses.replace(config, loss=dataclasses.replace(config.loss, z_loss=0.5))
@@ -96,9 +97,16 @@ def test_the_z_loss_is_in_the_gradient_and_not_in_the_loss(source):
     assert all(np.abs(np.asarray(a) - np.asarray(b)).max() > 1e-3 for a, b in leaves)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("vocab_size", [512, 514])
-def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, tied, vocab_size):
+@pytest.mark.parametrize(
+    ("vocab_size", "tied"),
+    [
+        (512, True),
+        (514, False),
+        pytest.param(512, False, marks=pytest.mark.slow),
+        pytest.param(514, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, vocab_size, tied):
     """Of all parameters, with a vocabulary that divides over `tensor` and one that does not."""
     sizes = {"model__tied_embeddings": tied, "model__vocab_size": vocab_size, "model__layers": 1}
     sizes |= {"attention__layout": "contiguous", "loss__vocab_chunk": 100, "loss__z_loss": 0.01}
@@ -111,9 +119,15 @@ def test_a_mesh_finds_the_sums_and_gradients_of_one_device(source, tied, vocab_s
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), grads, exact)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-def test_the_mlp_in_pieces_of_a_shard_is_the_mlp(source, layout, chunk):
+@pytest.mark.parametrize(
+    ("chunk", "layout"),
+    [
+        (3, "zigzag"),
+        pytest.param(1, "contiguous", marks=pytest.mark.slow),
+        pytest.param(8, "zigzag", marks=pytest.mark.slow),
+    ],
+)
+def test_the_mlp_in_pieces_of_a_shard_is_the_mlp(source, chunk, layout):
     """Shards of 16 tokens: pieces of 1, of 2 since 3 does not divide, and of 8."""
     sizes = {"mesh__fsdp": 2, "mesh__context": 4, "attention__layout": layout}
     whole, pieces = tiny(source, **sizes), tiny(source, model__mlp_chunk=chunk, **sizes)
@@ -130,6 +144,7 @@ def test_pieces_are_equal_and_none_is_longer(tokens, chunk, count):
     assert pieces_of(tokens, chunk) == count
 
 
+@pytest.mark.slow
 def test_pieces_need_less_memory(source):
     """An MLP 16 times as wide as the model: most of what a shard of 64 tokens needs."""
     sizes = {"seq_len": T, "model__mlp_width": 512, "model__remat": "full", "model__layers": 1}
@@ -171,6 +186,7 @@ def kinds(tree):
 MESH_OFF = {"int8": (1e-3, 0.05), "fp8": (1e-3, 0.05)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESH_OFF)
 def test_products_in_8_bits_are_the_same_on_every_mesh(source, name):
     sizes = {"model__kv_heads": 4, "attention__layout": "contiguous", "model__matmul": name}
@@ -209,6 +225,7 @@ def curve(config, batch):
     return np.array(losses)
 
 
+@pytest.mark.slow
 def test_training_in_8_bits_goes_as_plain_training_does(source):
     given = {"attention__strategy": "all_gather"}
     batch = batch_of(tiny(source, **given))

@@ -81,6 +81,7 @@ def test_unpacked_keeps_each_target_once():
     assert len(jax.devices()) == 8
 
 
+@pytest.mark.slow
 def test_the_losses_of_ten_steps_agree(config, monkeypatch, capsys):
     names = ["mesh of one device", "accumulation 2", "remat offload", "layout striped"]
     monkeypatch.setattr(curve, "ways", few([*names, "one row at a time"]))

@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import ringflash.attention
 
 PAGE = Path(ringflash.attention.__file__).with_name("README.md")
 
 
+@pytest.mark.slow
 def test_every_block_of_python_runs():
     text = PAGE.read_text()
     blocks = list(re.finditer(r"```python\n(.*?)```", text, re.DOTALL))

@@ -1,4 +1,8 @@
-"""The table of tile sizes holds: each row, through the real compiler, takes the cycles written there."""
+"""The table of tile sizes holds: each row, through the real compiler, takes the cycles written there.
+
+The common width for all generations; the others for one generation of each size of matrix units, and with
+`-m nightly` for all.
+"""
 
 from importlib import metadata
 
@@ -12,6 +16,7 @@ from ringflash.plan.compiler import require
 from ringflash.plan.generations import GENERATIONS, topology
 
 COMMON = 128
+ONE_OF_EACH = ("v5p", "v6e")
 
 
 def faults(generation, widths):
@@ -27,12 +32,18 @@ def test_the_compiler_is_the_one_that_the_table_was_made_with():
     assert metadata.version("libtpu") == Table.installed().libtpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_common_width(generation):
     assert faults(generation, [COMMON]) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    "generation",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one in ONE_OF_EACH else pytest.mark.nightly)
+        for one in GENERATIONS
+    ],
+)
 def test_other_widths(generation):
     assert faults(generation, [w for w in WIDTHS if w != COMMON]) == []

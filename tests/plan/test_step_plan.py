@@ -217,6 +217,7 @@ def test_a_step_that_does_not_fit_from_end_to_end(capsys, monkeypatch):
     light = [{"accumulation": 64}]  # one compile, of what is known to fit
     monkeypatch.setattr(step_search, "nearer", lambda config, mesh: iter(light))
     large = ["--config.global_batch_size=128", "--config.model.mlp_width=16384"]
+    large.append("--config.attention.kernel=chunked")
     found, said, *others = planned(capsys, *ASKED, "--config.seq_len=4096", *large, code=1)
     (fits,) = [one["would_fit"] for one in others if "would_fit" in one]
     assert fits["leaves"] == light[0]
